@@ -7,8 +7,8 @@ index i on the axis::
     reduce_scatter   every rank: [a b c d]  ->  out = b0 + b1 + b2 + b3      (on the rank with index 1)
     all_reduce       every rank: t          ->  t0 + t1 + t2 + t3
 
-Sums of messages are taken in fp32 (fp64 for fp64) in the order of the ranks' indices, in whatever order they arrive, so
-a result depends on neither timing nor receiver; an all_reduce in fp32 or fp64 is the backend's own, in its own order.
+Messages are summed in fp32 (fp64 for fp64), in the order of the ranks' indices and not of their arrival, so a result
+depends on neither timing nor receiver; an all_reduce in fp32 or fp64 is the backend's own, in its own order.
 Elsewhere all are the backend's own, in place, with its sums in the dtype of the wire. Replicas are equal to the bit.
 One rank sends (n-1)/n of the region in a gather or a reduce-scatter and twice that in an all-reduce.
 

@@ -2,7 +2,7 @@
 observer and errors; and a collective that is bound to its tensors (`Step`).
 
 [Note: Tags] A message's tag hashes its channel's running number, the operation and the lengths. Where ranks disagree
-about what comes next, point-to-point messages do not match and the collective ends in its timeout. Native collectives
+about the next collective, point-to-point messages do not match, and it ends in its timeout. Native collectives
 have no tags: there, as everywhere in torch, ranks must agree on the order, which the schedule sees to.
 """
 
@@ -193,8 +193,8 @@ class Exchange:
         """Begins to receive from and send to several ranks, which post the matching messages in the same order.
 
         Args:
-            arriving, leaving: each a tensor and the rank that it comes from or goes to. What leaves must not change
-                before `finish`.
+            arriving, leaving: each a tensor and the rank that it comes from or goes to. Leaving tensors must not
+                change before `finish`.
 
         Returns:
             A function that waits for the arriving messages.
@@ -248,7 +248,7 @@ class Exchange:
 
 
 Copy = tuple[Tensor, Tensor]
-"""Where to, and what."""
+"""Destination and source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +301,7 @@ def chunks_of(tensor: Tensor, count: int) -> Sequence[Tensor]:
 
 
 def own_chunk(region: Tensor, group: AxisGroup) -> Tensor:
-    """This rank's, without slices of what may be thousands of ranks."""
+    """This rank's chunk. It makes one slice: an axis may have thousands of ranks."""
     length = _chunk_numel(region, group.size)
     return region[group.rank * length : (group.rank + 1) * length]
 

@@ -18,7 +18,8 @@ device's backend alone: where the default group has one for the host too, no sec
 [Note: Names] The ranks of a new group meet in the store under its name. `new_group` makes that of a number which grows
 with the groups that a process has, and ranks that have not the same number (a model on a part of the ranks, a group
 that the user has made for some of them) would wait for each other for ever. So ours are named after their ranks, and
-after how many we have made between just these, which all of them know. `new_group` takes no name; what it calls does.
+after how many we have made between just these, which all of them know. `new_group` takes no name, but the function that
+it calls does.
 
 [Note: Registered memory] A CUDA device's backend sends from registered memory, and receives into it, without staging.
 The memory is a pool of torch's allocator over the backend's own (`ncclMemAlloc`), registered with every communicator
@@ -103,7 +104,7 @@ def borrow_channel(
         description: of the use.
 
     Returns:
-        The communicator, whose user keeps `started` and `failed`; and what gives it back: [Note: Reuse].
+        The communicator, whose user keeps `started` and `failed`; and a function that gives it back: [Note: Reuse].
     """
     split = everyone.size() == dist.get_world_size()
     key = Key(tuple(dist.get_process_group_ranks(everyone)), timeout_s, backend, "cpu", split)
@@ -221,7 +222,7 @@ class Key(NamedTuple):
         ranks: global ones, in the group's order.
         timeout_s: after which a collective fails.
         backend: of torch.
-        device_type: of what is sent.
+        device_type: of the tensors that are sent.
         split: off the default process group, where that is bound to a device: all its ranks make groups now.
     """
 

@@ -3,12 +3,12 @@
     device   a job runs                                   the caller waits
     cpu      in the lane's thread                         until the job has ended
     other    at submit, into the lane's stream,           its current stream waits for an event;
-             after what the caller's stream holds so far  the host does not
+             after the caller's stream's work so far      the host does not
     inline   at submit, on the caller's own stream        not at all: it has ended (overlap=none)
 
-Memory that a job touches must live until its ticket is waited for, or its lane closed. The engine's buffers live as
-long as the engine and its lanes, and a stream's ticket keeps its job, with all that this refers to, until then. So
-`record_stream` is not needed, and with it go the allocator's delayed frees.
+Memory that a job touches must live until its ticket is waited for, or its lane is closed. The engine's buffers live as
+long as the engine and its lanes. A stream's ticket keeps its job, and all that the job refers to, until it is waited
+for. So `record_stream`, which delays the allocator's frees, is not needed.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Ticket:
         return not self._pending.locked() and (self._event is None or self._event.query())
 
     def wait(self) -> None:
-        """Makes what the caller does next come after the job.
+        """The caller's next work comes after the job.
 
         Raises:
-            whatever the job raised; once, so that a second wait does not report one fault twice.
+            Exception: the job's own; on the first call only, so that a second wait does not report one fault twice.
         """
         with self._pending:
             error, self._error = self._error, None
@@ -68,8 +68,8 @@ class Ticket:
         self._job = None
 
     def precede(self) -> None:
-        """Makes what the calling lane does next come after the job. Neither takes its error from whoever waits for the
-        job itself nor lets go of what it refers to: others may not be past it.
+        """The calling lane's next work comes after the job. Unlike `wait`, this leaves the job's error and references
+        to its own waiter: others may not be past it.
 
         Raises:
             CommunicationError: the job failed, whether or not somebody has been told already.
@@ -131,7 +131,7 @@ class _Runner:
 class Lane:
     """Runs jobs in order. After a job failed, the lane's later jobs fail at once with the same cause.
 
-    Dropping the lane ends its thread; so does the end of the process, which waits for what is under way (`drain`).
+    Dropping the lane ends its thread. The end of the process ends it too, after the jobs under way (`drain`).
 
     Args:
         name: for threads and messages.
@@ -152,7 +152,7 @@ class Lane:
 
         Args:
             job: called without arguments.
-            label: says in messages what it is.
+            label: its name in messages.
             after: a job of another lane. If it fails, this one is not run and fails with the same cause.
         """
         ticket = Ticket(label)
@@ -210,8 +210,8 @@ _threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[tuple[Jo
 """Those that are alive, with their queues."""
 
 DRAIN_S = 60.0
-"""How long the end of a process waits for what is under way: what all ranks have issued ends in moments, and what a
-rank that died has not issued never does."""
+"""How long the end of a process waits for jobs under way. A collective that all ranks have issued ends in moments; one
+that a dead rank has not issued never ends."""
 
 FAILED_DRAIN_S = 5.0
 """The same where this process ends by an exception, as the other ranks may be waiting for it."""
@@ -219,8 +219,8 @@ FAILED_DRAIN_S = 5.0
 
 @atexit.register
 def drain() -> None:
-    """Lets what is under way end, as the process is about to: a thread that comes back from a collective into an
-    interpreter that is gone would abort the process, whatever exit code it was to have."""
+    """Waits for jobs under way before the process ends. A thread that came back from a collective into an interpreter
+    that is gone would abort the process, and its exit code would be lost."""
     longest_s = FAILED_DRAIN_S if hasattr(sys, "last_value") else DRAIN_S
     ends = time.monotonic() + longest_s
     for jobs in list(_threads.values()):

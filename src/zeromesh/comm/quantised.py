@@ -4,8 +4,8 @@ Each quantises once, also where several axes follow each other, so k axes are k 
 is within `WireFormat.error_bound(k)` of the largest value::
 
     all_gather       own chunk -> message -> all ranks dequantise it, the sender too: replicas are equal to the bit
-    reduce_scatter   chunk i -> message to rank i, which adds up what it got in fp32, in the order of the ranks, and its
-                     own chunk as it is; a ring would quantise n-1 times
+    reduce_scatter   chunk i -> message to rank i, which adds up all messages and its own chunk as it is, in fp32 and in
+                     the order of the ranks; a ring would quantise n-1 times
     all_reduce       both, so two quantisations; the sum of a piece is quantised in the pass that adds it up
 
 [Note: Rounds] Chunks travel in pieces. As messages, one piece is on the wire while the next is quantised and the one
@@ -36,7 +36,7 @@ from zeromesh.wires.target import Target
 
 
 def check_quantisable(dtype: torch.dtype, axis: str) -> None:
-    """Says at construction what an axis cannot do.
+    """Refuses, at construction, values that an axis cannot quantise.
 
     Raises:
         InputError: values of this dtype cannot go over a quantised wire.
@@ -48,8 +48,8 @@ def check_quantisable(dtype: torch.dtype, axis: str) -> None:
 def noise_generator(group: AxisGroup, name: str = "") -> torch.Generator:
     """The generator for stochastic rounding over one axis.
 
-    It is seeded by the axis, by the name of what is rounded, so that neither a sum on the next axis nor another buffer
-    is rounded by the same draws, and by this rank's index on the axis. By nothing else: ranks that hold the same values
+    Its seed depends on the axis and on `name`, the buffer's, so that a sum on the next axis or of another buffer has
+    other draws, and on this rank's index on the axis. It depends on nothing else: ranks that hold the same values
     (those that an earlier collective made equal) have the same index, so they round alike and stay equal.
     """
     generator = torch.Generator()  # on the host, where the seeds of a device's noise are drawn too
@@ -244,8 +244,8 @@ def _run(
     end: Callable[[int], None],
     turn: Callable[[int], Wait] | None = None,
 ) -> None:
-    """Takes rounds through `start`, `turn` and `end`, each after what the one before waits for, and keeps `window` of
-    them under way; a round's slots are free again when it has ended."""
+    """Takes rounds through `start`, `turn` and `end`, each after the wait that the one before returned, and keeps
+    `window` of them under way; a round's slots are free again when it has ended."""
     waits: dict[int, Wait] = {}
     for index in range(count + window):
         oldest, turning = index - window, index - window + 1

@@ -1,4 +1,4 @@
-"""Sums of what several ranks sent, in a wide dtype, in a fixed order, a cache-sized part at a time."""
+"""Sums of the messages of several ranks, in a wide dtype, in a fixed order, a cache-sized part at a time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`zm.shard` and what runs behind it.
+"""`zm.shard` and the engine behind it.
 
-Reading order: `units` (cutting a module), `param` (what the optimizer holds), `flat` (one buffer's tensors), `chain`
+Reading order: `units` (cutting a module), `param` (the optimizer's slices), `flat` (one buffer's tensors), `chain`
 (its collectives), `backend` (the schedule's ops on devices), `engine` (autograd to points), `hooks`, `optim`, `build`,
 `api`.
 """

@@ -1,8 +1,8 @@
 """Which of torch's functions may act on slices of tensors: [Note: Slices] of `zeromesh.engine.param`.
 
-A list of what is refused would be as long as torch, grow with it, and each gap in it would be wrong numbers without a
-word; a gap in this one is an error that says what to do. A name stands for every spelling that torch has of it: the
-function, the method, the one in place, operators and foreach.
+A list of refused functions would be as long as torch and grow with it, and each gap in it would give wrong numbers
+without a word. A gap in this list is an error that names a remedy. A name stands for every spelling that torch has of
+it: the function, the method, the one in place, operators and foreach.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Function = Callable[..., Any]
 
 _SPELLINGS = ("{}", "{}_", "__{}__", "__r{}__", "__i{}__", "_foreach_{}", "_foreach_{}_")
 
-# An element of what they return, or write, depends on the same element of each of their arguments alone.
+# An element of their result depends on the same element of each argument, and on no other.
 _ELEMENTWISE = """
     abs absolute neg negative positive sign sgn signbit add sub subtract rsub mul multiply div divide true_divide
     truediv floor_divide floordiv fmod remainder mod pow square sqrt rsqrt reciprocal exp exp2 expm1 log log1p log2
@@ -46,8 +46,8 @@ _CHOOSING = "__setitem__ index_fill index_fill_"
 # Over all ranks.
 _NORMS = "norm vector_norm linalg_vector_norm linalg_norm _foreach_norm"
 
-# True of the whole tensor as of a slice of it. What would tell of this rank's memory (stride, data_ptr,
-# untyped_storage ...) is not among them.
+# The same for the whole tensor as for a slice of it. Properties of this rank's memory (stride, data_ptr,
+# untyped_storage ...) are not among them.
 _PROPERTIES = """
     is_floating_point is_complex is_signed is_conj is_neg is_inference is_pinned is_shared is_contiguous
     element_size get_device has_names retain_grad result_type _is_view _has_grad_dtype_override

@@ -53,7 +53,7 @@ Beyond = dict[str, tuple[ProcessGroup, ...]]
 def shard(
     model: ModelT, mesh: DeviceMesh | None, strategy: str | Strategy | Plan, options: Options | None = None
 ) -> ModelT:
-    """`zeromesh.shard` of a given strategy; that says what the options are, and what is raised.
+    """`zeromesh.shard` of a given strategy; see there for the options and the errors.
 
     Examples:
         >>> model = shard(nn.Linear(4, 4), None, "node=3")
@@ -113,8 +113,8 @@ def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
 
 
 def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan, parts: Parts) -> dict[str, Layout]:
-    """The layouts of `strategy` on `mesh` and of its parts, the model's under "" first; refuses what the engine cannot
-    run."""
+    """The layouts of `strategy` on `mesh` and of its parts, the model's under "" first; refuses those that the engine
+    cannot run."""
     named = {part_name(key): part for key, part in parts.items()}
     if len(named) < len(parts):
         raise NotationError(f"of {', '.join(map(str, parts))} two are one part: give each class or pattern once")
@@ -128,7 +128,7 @@ def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan, parts: Par
         _on_axes(strategy, axes) if isinstance(strategy, Plan) else Strategy.parse(chosen, [name for name, _ in axes])
     )
     whole = with_given(whole, named, {name: [axis for axis, _ in own.get(name, axes)] for name in named})
-    if mesh is None:  # one rank on every axis, whatever its name
+    if mesh is None:  # one rank on every axis, under any name
         own = {name: tuple((axis, 1) for axis in each.names) for name, each in whole.parts}
     layouts = layouts_of(whole, axes, own)
     for layout in layouts.values():
@@ -188,7 +188,7 @@ def accumulate(
 
     Gradients are averaged over ranks and summed over micro-batches. With weights (the number of tokens, say) they are
     the weighted mean over all ranks and micro-batches: give each micro-batch's own mean as its loss, undivided. Where
-    experts get tokens of several ranks the loss must carry the weight, and elsewhere it may: the context is what
+    experts get tokens of several ranks the loss must carry the weight, and elsewhere it may: the context
     weighs it, as in ``with zm.accumulate(...) as weigh: weigh(loss).backward()``.
 
     Args:
@@ -306,7 +306,7 @@ def joint_norm(norms: Sequence[Tensor], order: float, pipeline: Pipeline | None,
         norms: of this rank's models, each the same on all ranks of its mesh.
         order: p of the p-norm.
         pipeline: that they are a part of.
-        device: of what is exchanged.
+        device: of the exchanged values.
     """
     own: Tensor = torch.linalg.vector_norm(torch.stack([norm.double().to(device) for norm in norms]), order)
     if pipeline is not None:

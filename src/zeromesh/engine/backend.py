@@ -2,9 +2,9 @@
 
 [Note: Lanes] A lane carries out its jobs in the order in which they were issued, beside the computation: on CPU in a
 thread, on CUDA in a stream. Each kind of transfer has a lane, so that none waits for another that it does not need:
-what the slow links carry at a step's end, refreshes and reductions to the state shard, keeps them busy while gathers
-and reductions of other units go over the fast ones. For gathers, as for reductions, an axis has one communicator; no
-axis is in both lanes of a direction (`lane_axes`). What a job reads and writes, and why nobody else touches it:
+refreshes and reductions to the state shard keep the slow links busy at a step's end, while gathers and reductions of
+other units go over the fast ones. An axis has one communicator for gathers and one for reductions; no axis is in both
+lanes of a direction (`lane_axes`). These are the memory that a job reads and writes, and why nobody else touches it:
 
     refresh   master -> params    optimizers wait for it before they step
     unshard   params -> full      follows the unit's refresh; the interpreter gives a slot to one unit at a time, and
@@ -12,13 +12,13 @@ axis is in both lanes of a direction (`lane_axes`). What a job reads and writes,
     reduce    waiting -> grads    a slot is filled again only after its reduction
     boundary  grads -> its part   follows the unit's `reduce`; `.grad` appears after the wait
 
-At an optimizer's step lanes are idle. What goes to owners of whole tensors then takes the lanes of reductions, what
-comes back those of gathers: over each axis the one whose communicator it is.
+At an optimizer's step lanes are idle. Messages to owners of whole tensors then take the lanes of reductions, and
+messages from them those of gathers: over each axis the lane that has its communicator.
 
 [Note: Versions] Autograd remembers the version of each tensor that it saves, and raises if that is another when it is
-used. A slot's version names the unit whose parameters it holds, and none from the start of a gather until that has been
-waited for. So whatever a graph reads of a slot outside its unit's turn, and whoever made it read that, is an error: a
-penalty that a forward computes and does not return, a block whose outputs no hook can see.
+used. A slot's version names the unit whose parameters it holds. From the start of a gather until the wait for it, it
+names none. So a graph that reads a slot outside its unit's turn raises, for any reason: a penalty that a forward
+computes and does not return, a block whose outputs no hook can see.
 
 [Note: Casts] Some forwards cast a module (`self.classifier.to(torch.float32)`), which gives its leaf other memory. The
 masters stay as they are, so the cast holds for as long as the unit is in use, in the backward too: autograd has saved
@@ -63,15 +63,15 @@ class WholeTensors(Protocol):
         """The jobs that bring gradients and values to the owners, in order."""
 
     def step(self) -> None:
-        """Steps on what this rank owns."""
+        """Steps on the tensors that this rank owns."""
 
     def give_back(self) -> Sequence[AxisJob]:
         """The jobs that bring values back to the state shards."""
 
 
 Site = tuple[dict[str, nn.Parameter | None], str, Leaf, ShardedParameter, int]
-"""The `_parameters` of a module, a key, and what stands there: the compute leaf, or else the optimizer's parameter. And
-the leaf's address, where gathers and refreshes write."""
+"""One place of a parameter in the model: the `_parameters` of a module and a key, with the compute leaf and the
+optimizer's parameter, which stand there in turn; and the leaf's address, where gathers and refreshes write."""
 
 
 @dataclass
@@ -82,9 +82,9 @@ class UnitShards:
         name: of the unit.
         buffers: its flat buffers.
         shares_slot: whether other units are gathered into its slot.
-        closes: whether it does as its forward ends, and not with the outermost.
+        closes: whether parameters are swapped back as its own forward returns; else as the outermost returns.
         used: by (buffer, parameter): whether it has had a gradient in this step.
-        versions: of what is `watched`, as the unit came into use; none while it is not.
+        versions: those of the `watched` tensors when the unit came into use; empty while it is not.
         accepted: whether an optimizer has stepped since gradients were shown.
         casts: leaves that forwards of the unit cast (`module.to(dtype)`), to which dtype: [Note: Casts].
     """
@@ -169,15 +169,15 @@ class UnitShards:
         return [buffer for buffer in self.buffers if buffer.spec.trainable]
 
     def begin_step(self) -> None:
-        """The accumulator is empty; gradients that are shown are set aside. If they are thrown away, perhaps for their
-        size, so must be what they owe."""
+        """The accumulator is empty; gradients that are shown are set aside. Where they are thrown away (an overflow,
+        say), their owed rounding errors go too."""
         self.used = [[False] * len(buffer.places) if buffer.spec.trainable else [] for buffer in self.buffers]
         if not any([buffer.set_grads_aside() for buffer in self.buffers]) and not self.accepted:
             self.forget_owed()
             self.accepted = True
 
     def show_grads(self, flags: Iterator[int], *, reduced: bool) -> None:
-        """Shows as `.grad` what some rank has used.
+        """Shows, as `.grad`, gradients of the parameters that some rank has used.
 
         Args:
             flags: by trained parameter, whether any rank has used it.
@@ -321,7 +321,7 @@ class DeviceBackend:
         shards.versions = [tensor._version for tensor in shards.watched]
 
     def require_usable(self, unit: int, outputs: Iterable[Tensor]) -> None:
-        """Raises ModelError where a forward hands out what outlives the unit's turn in its slot."""
+        """Raises ModelError where an output of a forward outlives the unit's turn in its slot."""
         if any(self.in_shared_slot(unit, tensor) for tensor in outputs):
             raise ModelError(
                 f"unit {self.units[unit].name!r} returns a parameter of its own, or a view of one, in memory that "
@@ -455,7 +455,7 @@ def _run_chain(steps: Chain, *, accumulate: bool = False) -> None:
 
 
 def _finish(steps: Chain, buffer: FlatShards, before: Tensor | None) -> None:
-    """From the accumulator to its state shard's part, onto what that was `before`."""
+    """Reduces the accumulator into its state shard's part, and adds the part's values from `before`."""
     _run_chain(steps)
     if before is not None:
         buffer.reduced.add_(before)
@@ -518,7 +518,7 @@ def _run(jobs: Sequence[Job]) -> None:
 
 
 def _storage(tensor: Tensor) -> int:
-    """The address of what a tensor is a view of; 0 of one that has no memory of its own kind."""
+    """The address of the storage under a tensor; 0 where it has no plain one."""
     try:
         return local_of(tensor).untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse ones, subclasses, those of torch.func

@@ -193,7 +193,7 @@ def _agreed(lent: Mapping[str, str], layouts: Sequence[Layout], control: Control
 
 
 def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precision, promised: AbstractSet[str]) -> str:
-    """All that decides what is exchanged, in which order: one line for each unit, parameter and buffer.
+    """All that decides the messages and their order: one line for each unit, parameter and buffer.
 
     Not here, since ranks may differ in it: values, devices, `init` (the first rank's counts) and `debug`.
     """
@@ -234,7 +234,7 @@ def _fill_shards(
     init: Init | None,
     promised: AbstractSet[str],
 ) -> list[UnitShards]:
-    """Unit by unit, so that at most one unit is whole on any rank beside what the model already held."""
+    """Unit by unit, so that at most one unit is whole on any rank beside the tensors that the model already held."""
     control = homes[""].control
     coordinates = {part: home.layout.coordinates(home.control.rank) for part, home in homes.items()}
     first = any(home.control.rank == 0 for home in homes.values())
@@ -280,7 +280,8 @@ def _values(buffer: FlatShards, control: Control) -> Tensor:
 
 
 def _repeat(values: Tensor, buffer: FlatShards, control: Control) -> None:
-    """The first rank's values, along each axis beyond the mesh, of what is not divided over it: [Note: Beyond]."""
+    """Sends the first rank's values along each axis beyond the mesh, for parameters that are not divided over it:
+    [Note: Beyond]."""
     for group in control.beyond:
         same = [values[place.start : place.stop] for place in buffer.places if not place.info.divided(group)]
         if same:
@@ -334,7 +335,7 @@ def _bind_slots(schedule: Schedule, shards: Sequence[UnitShards], device: torch.
 def _in_slot(
     slots: Sequence[Tensor], slot: int | None, buffers: Iterable[tuple[Placed, str | None]]
 ) -> Iterator[Tensor | None]:
-    """Each flat buffer's part of its unit's slot, in the dtype it has there; None of what has none."""
+    """Each flat buffer's part of its unit's slot, in the dtype it has there; None for a buffer that has none."""
     start = 0
     for placed, dtype in buffers:
         if slot is None or dtype is None:

@@ -2,8 +2,8 @@
 
 [Note: Cast containers] A unit with a compute dtype is given the floating tensors of all its inputs in that dtype, also
 those in containers. A container in which nothing needs a cast stays the object that it is. One in which something does
-is copied, since the caller's own tensors are none of the unit's; what the forward then puts into the copy, takes out of
-it or replaces in it happens to the caller's object too, as the forward returns: models hand lists of losses and caches
+is copied, since the caller's own tensors are none of the unit's. Whenever the forward adds, removes or replaces an item
+of the copy, the same happens to the caller's object as the forward returns: models hand lists of losses and caches
 from block to block to be filled.
 """
 
@@ -23,7 +23,7 @@ from torch._C._dynamo import eval_frame
 from zeromesh.schedule import Call
 
 _AS_PYTHON = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-"""A function's, and that of whatever it calls."""
+"""A function's, and that of all that it calls."""
 
 T = TypeVar("T")
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
@@ -31,7 +31,7 @@ _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 def as_python(function: _FunctionT) -> _FunctionT:
     """Keeps torch.compile out of the engine: such functions run as Python, between graphs. Nor are
-    they and what they call compiled by themselves, which torch would try with any function that runs between graphs.
+    they, or functions that they call, compiled by themselves: torch would try that with any function between graphs.
     `torch.compiler.disable` says the same and costs each call two microseconds, and seconds of imports."""
     setattr(function, "_torchdynamo_disable", True)  # noqa: B010  # functions have no such attribute for mypy
     eval_frame.set_code_exec_strategy(function.__code__, _AS_PYTHON)
@@ -125,7 +125,7 @@ class _Copies:
             return value
         if id(value) in self._made:
             return self._made[id(value)][1]
-        self._made[id(value)] = value, value  # what it is inside itself
+        self._made[id(value)] = value, value  # a container may hold itself
         cast = {key: self.of(item) for key, item in items.items()}
         if any(cast[key] is not item for key, item in items.items()):
             made = _rebuilt(value, items, cast)
@@ -152,7 +152,7 @@ def _items(value: Any) -> dict[Any, Any] | None:
 
 
 def _rebuilt(value: Any, items: dict[Any, Any], cast: dict[Any, Any]) -> Any:
-    """A container like `value`, which holds `items`, of what they were cast to."""
+    """A container like `value`, which holds `items`, with their casts in their places."""
     if isinstance(value, tuple):
         return getattr(type(value), "_make", type(value))(cast.values())
     if isinstance(value, frozenset):
@@ -165,7 +165,7 @@ def _rebuilt(value: Any, items: dict[Any, Any], cast: dict[Any, Any]) -> Any:
 
 
 def _write(value: Any, before: dict[Any, Any], after: dict[Any, Any], given: dict[int, Any]) -> None:
-    """Does to `value` what made `after` of `before`; what is in `given`, by its id, stands for something else."""
+    """Changes `value` as `before` was changed into `after`; `given` has, by id, items to put in the place of others."""
     changed = {
         key: given.get(id(item), item) for key, item in after.items() if key not in before or before[key] is not item
     }

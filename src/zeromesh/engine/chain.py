@@ -163,7 +163,7 @@ class ReduceChains:
     """A unit's reductions of one buffer: a micro-batch's into the accumulator, and the boundary's from there.
 
     Each axis averages over its ranks as it sums: fp16 wires then never carry a sum larger than the gradient. Where the
-    backend sums in place, though, that would be a pass over the memory of its own; what comes before scales instead.
+    backend sums in place, though, that would be a pass over the memory of its own; the step before it scales instead.
     So it does for ranks that the axes do not reach, where a part of the model is shared by fewer than feed it.
 
     Args:

@@ -1,10 +1,10 @@
 """The few words that the ranks of a mesh exchange beside the data.
 
 [Note: Beyond] A model may be spread over more ranks than the mesh that it is sharded over: those of tensor parallelism,
-of pipeline stages. They are all lines of further axes, each with a group of its own, through the ranks of the mesh:
-what is exchanged goes over the mesh first and then over each of these groups in turn, and so is everybody's. Along such
-an axis a parameter is divided, and what is summed over its elements is summed there too, or it is the same on all
-ranks, and counts once: a parameter's `Span`s.
+of pipeline stages. They are further axes, and each rank of the mesh has a group along each of them. An exchange goes
+over the mesh first and then over each of these groups in turn, so it reaches all ranks. Along such an axis a parameter
+is either divided, and sums over its elements include the axis, or the same on all ranks, and it counts once: a
+parameter's `Span`s.
 
 Each rank also writes its progress to a store that all of them see, since a collective that failed does not say who was
 missing.
@@ -63,7 +63,7 @@ class Control:
         size: number of ranks.
         rank: of this one in the mesh, innermost axis fastest.
         source: global rank of the mesh's first.
-        device: of what is exchanged.
+        device: of the exchanged values.
         beyond: groups along further axes that the model is spread over, in an order that all ranks share: [Note:
             Beyond].
         ranks: the global ranks of all; empty before `met`.
@@ -150,8 +150,8 @@ class Control:
         operation: dist.ReduceOp.RedOpType,
         further: Sequence[dist.ProcessGroup] = (),
     ) -> list[Any]:
-        """The host waits for the other ranks' hosts, and not for what the devices have to do: the words have a stream
-        of their own."""
+        """The host waits for the other ranks' hosts, and not for work of the devices: the words have a stream of their
+        own."""
         with nullcontext() if self.device.type == "cpu" else _stream(self.device):
             words = self.words(values, dtype)
             for group in (self.group, *further):
@@ -245,7 +245,7 @@ class Control:
                 )
 
     def _same(self, text: str) -> bool:
-        # Thousands of ranks compare a word each; texts are exchanged only to say what differs.
+        # Thousands of ranks compare a word each; texts are exchanged only to name the difference.
         word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
         highest, lowest = self._exchange([word, -word], torch.int64, dist.ReduceOp.MAX, self.beyond)
         return bool(highest == -lowest)

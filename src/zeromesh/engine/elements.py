@@ -1,4 +1,4 @@
-"""Which elements of a tensor this rank's slice holds, and what every rank knows of that.
+"""Which elements of a tensor this rank's slice holds, in terms that every rank knows.
 
 [Note: Elements] A slice lies in a flat buffer that is divided over axes of a mesh. Two slices hold the same elements on
 every rank if the tensors have one shape, lie alike as DTensors, and their buffers are divided over the same axes with
@@ -59,10 +59,10 @@ class Elements:
     Args:
         shape: of the whole tensor.
         spread: how it lies as a DTensor; None for a plain one.
-        place: what `Divided.cut` says; None where no axis divides the buffer, so every rank has all of it.
+        place: the key from `Divided.cut`; None where no axis divides the buffer, so every rank has all of it.
         name: of the parameter.
         layout: the strategy, for messages.
-        region: of the tensor, what this rank's data-parallel ranks have together.
+        region: the part of the tensor that this rank's data-parallel ranks have together.
         start: of the slice, in the flattened region.
         numel: of the slice.
         spans: the ranks that the tensor is divided over, for sums over its elements.

@@ -51,12 +51,12 @@ class Engine:
     """Runs one model's schedule.
 
     Args:
-        schedule: what to do where.
+        schedule: of the step.
         backend: its shards on this rank, and the lanes.
         homes: where each layout is, the model's under "".
         precision: dtypes.
-        model: what was sharded.
-        debug: look at what units compute with before and after every use.
+        model: the sharded one.
+        debug: compare the parameters of units before and after every use.
     """
 
     def __init__(
@@ -233,7 +233,8 @@ class Engine:
         hook = OutputHook(weakref.ref(self), call)
         for tensor in tensors:
             handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it so
-            # A unit that hands on what it was given has its output in common with the one before, and begins first.
+            # A unit that hands on its input has its output in common with the unit before, and its backward begins
+            # first.
             put_first(tensor._backward_hooks or {}, handle.id)
             if tensor.grad_fn is None:  # a leaf outlives the graph, and so would the hook
                 before = self._on_leaves.pop((call.unit, id(tensor)), None)
@@ -344,7 +345,7 @@ class Engine:
 
     @contextmanager
     def inputs_only(self) -> Iterator[list[Backward]]:
-        """The backward inside asks for the gradients of inputs alone; what it yields is for `run_weights`."""
+        """The backward inside asks for the gradients of inputs alone; yields a list for `run_weights`."""
         self._halves = halves = list[Backward]()
         try:
             yield halves
@@ -368,7 +369,7 @@ class Engine:
         for half in halves:
             forwards += half.reached
             stale.update(half.stale)
-        # It has not ended while it runs, so what autograd runs for `bring` runs inside of it.
+        # It has not ended while it runs, so backwards that `bring` starts run inside of it.
         self._begin_backward(self._backward(-1, lambda: True, stale=stale, bring=bring_of))
         try:
             self.interpreter.back_through(forwards)
@@ -488,7 +489,7 @@ class Engine:
         self.changes.by_hand.add(param)
 
     def at_rest(self, *, follow: bool = False) -> None:
-        """Ends what was interrupted, and waits for all traffic: modules then show this rank's slices.
+        """Ends an interrupted forward or backward, and waits for all traffic: modules then show this rank's slices.
 
         Args:
             follow: bring copies up to date with their masters first; all ranks call this together.

@@ -7,10 +7,10 @@
     params   parameter shard, compute dtype     master cast, then gathered over the stage-1/2 axes
     kept     gathered over the kept axes        filled by the forward's gather, read by the backward's; as it came over
                                                 the wire, so of messages where that is quantised
-    owed     by reductions with error feedback  what their messages have lost, added to the next ones
+    owed     by reductions with error feedback  rounding errors of their messages, added to the next ones
     full     all of it, in a gather slot        the compute leaves are views of it; `params` itself where that is full
     waiting  all of it, in a reduce slot        a micro-batch's gradient, on its way to
-    grads    gradient shard, accumulator dtype  its state shard's part is what `.grad` shows; a gradient that is alone
+    grads    gradient shard, accumulator dtype  `.grad` shows its state shard's part; a gradient that is alone
                                                 lies in it as it is sent: [Note: Alone] of `zeromesh.schedule.placed`
 """
 
@@ -72,7 +72,7 @@ class Homes:
 
     Args:
         parts: of each parameter, in its shape.
-        gaps: what belongs to none.
+        gaps: the padding between and behind them.
     """
 
     parts: list[Tensor]
@@ -84,7 +84,7 @@ class FlatShards:
     """One flat buffer on this rank; see the module's picture.
 
     Args:
-        placed: what is held and sent.
+        placed: its shards and transfers, as planned.
         coordinates: of this rank, by axis name.
         places: its parameters.
         device: of all tensors.
@@ -171,7 +171,7 @@ class FlatShards:
 
     @property
     def home(self) -> tuple[Tensor, tuple[Axis, ...]]:
-        """Where the optimizer's parameters lie, frozen ones in the parameter shard; and what that is sharded over."""
+        """The shard that the optimizer's parameters are views of (frozen ones: the parameter shard), and its axes."""
         layout = self.placed.layout
         return (self.params, layout.param_axes) if self.master is None else (self.master, layout.significant)
 
@@ -191,7 +191,7 @@ class FlatShards:
         """Makes the leaves, and the optimizer's parameters, over the given parts of the slots (None: needs none).
 
         Writes to `full` go through an alias with a version counter of its own: autograd's saved tensors point into the
-        slot, and a gather before the backward restores just what they saw. Leaves over a slot share its version; those
+        slot, and a gather before the backward restores the same values. Leaves over a slot share its version; those
         over `params` have one each, so that a step of some parameters is no change of the others.
         """
         seen = self.params if full is None else full
@@ -324,7 +324,7 @@ class FlatShards:
         return shown
 
     def show_grad(self, position: int, *, used: bool, reduced: bool) -> None:
-        """Shows a gradient of the step that has ended, added to what is shown already.
+        """Shows a gradient of the step that has ended, added to one that is shown already.
 
         Args:
             position: of the parameter.

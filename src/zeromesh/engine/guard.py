@@ -1,4 +1,4 @@
-"""Debug mode: what a unit computes with is looked at before and after every use.
+"""Debug mode: the parameters that a unit computes with are compared before and after every use.
 
 A gather slot carries the unit and the generation that were last gathered into it. Before a use they must be the unit's
 own; and the bytes must be those of every other use in the same generation, forward, recomputation and backward, which
@@ -64,7 +64,7 @@ class SlotGuard:
 
     def unuse(self, unit: int) -> None:
         seen = self._seen.get(unit)
-        # At the start nothing has been used; a step inside a forward's reach changes what is gathered in place.
+        # At the start nothing has been used; a step inside a forward's reach changes gathered parameters in place.
         if seen is not None and seen[0] == self._interpreter.states[unit].generation:
             self._check_stamp(unit, "after its use")
             if seen[1] != self._fingerprint(unit):

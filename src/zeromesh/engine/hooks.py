@@ -116,7 +116,7 @@ def _watch_ends(reference: weakref.ref[Engine], module: nn.Module) -> None:
                 engine.fail()
             raise
 
-    vars(module)["_compiled_call_impl"] = call  # compiled modules hand on what is set
+    vars(module)["_compiled_call_impl"] = call  # a compiled module passes the attribute on
 
 
 class Parameters(dict[str, "nn.Parameter | None"]):

@@ -1,12 +1,12 @@
 """Leaves: the whole parameters that a unit computes with, in memory that other units use after it.
 
-[Note: Leaves] A leaf is open while its unit is in use. It is a plain parameter to torch, but that what is written to
-its `.data` counts as a change, which the engine looks for when the unit's forward ends: masters would never see it.
-Closed, in memory that may hold another unit's parameters, it is of a class that computes nothing: it may have left its
-unit through a cache or an attribute.
+[Note: Leaves] A leaf is open while its unit is in use. It is a plain parameter to torch, with one difference: a write
+to its `.data` counts as a change. The engine looks for changes when the unit's forward ends, as masters would never see
+them. A closed leaf lies in memory that may hold another unit's parameters, and is of a class that computes nothing: it
+may have left its unit through a cache or an attribute.
 
-That of a DTensor is one, whose local tensor is the memory. What torch does with one counts as a change of it, and not
-of the memory, so both have versions to be looked at.
+The leaf of a DTensor is a DTensor, whose local tensor is the memory. A function of torch on the DTensor counts as a
+change of it and not of the memory, so the engine looks at the versions of both.
 """
 
 from __future__ import annotations
@@ -116,6 +116,6 @@ def close_leaf(leaf: Leaf) -> None:
 
 
 def versions_of(leaf: Leaf) -> tuple[Tensor, ...]:
-    """The tensors whose versions count what is written to a leaf's memory, that first: [Note: Leaves]."""
+    """The tensors whose versions count writes to a leaf's memory, the memory itself first: [Note: Leaves]."""
     memory = local_of(leaf)
     return (leaf,) if memory is leaf else (memory, leaf)

@@ -3,24 +3,23 @@
 [Note: Lifetimes] Each phase is an object, and ends when that object is dropped:
 
     Step            from the first backward after a step's gradients were shown to the end of its last backward
-    Backward        the interpreter's: one run of autograd, or of what autograd starts inside (reentrant checkpointing);
-                    one for the gradients of inputs alone, until that for those of parameters
+    Backward        the interpreter's: one run of autograd, with those that it starts inside (reentrant checkpointing);
+                    both runs, where gradients of inputs and of parameters come in two
     Forward         the interpreter's; as long as a graph may come back to it
 
-A forward that ends with an exception (Ctrl-C too) tells the engine. A backward that does tells nobody: whoever comes
-next finds it. Either is dropped with all that it knew (`Engine.fail`), and the next begins anew, unless sums of earlier
-micro-batches are torn by it: then everything raises until `zm.zero_grad(model)`.
+A forward that ends with an exception (Ctrl-C too) tells the engine. A backward that raises tells nobody; the next call
+finds it. Either is dropped with all its state (`Engine.fail`), and the next begins anew. Where a torn micro-batch is in
+the sums of earlier ones, every call raises until `zm.zero_grad(model)`.
 
-[Note: Refreshes] What a unit computes with is brought up to date with its masters once a step: when the last of the
-optimizers that step there has stepped. One is waited for while a parameter that it has stepped on before shows a
-gradient that nobody has stepped on. All ranks show the same gradients, so all wait for the same. The unit follows as
-that optimizer steps, as the gradient is dropped (by a `GradScaler` that has skipped the step, say), or at the latest as
-the next forward begins: with all ranks, as in any forward that parameters which were written to by hand bring up to
-date.
+[Note: Refreshes] A unit's compute copy is brought up to date with its masters once a step: after the last optimizer
+that steps on the unit. The engine waits for an optimizer while a parameter on which it has stepped before shows a
+gradient that nobody has stepped on. All ranks show the same gradients, so all wait for the same optimizers. The copy
+follows when that optimizer steps, when the gradient is dropped (a `GradScaler` has skipped the step, say), or at the
+latest when the next forward begins, on all ranks. Writes by hand are brought to copies when the next forward begins.
 
-[Note: Weights] A rank's own gradients can be multiplied when they are there, whatever losses they come of. Those of
-experts that other ranks send tokens to cannot: they are sums over ranks whose weights differ. There the loss carries
-the weight, so that what reaches experts is weighed already.
+[Note: Weights] The weight of a micro-batch multiplies this rank's gradients, not its loss. That fails for experts that
+get tokens from other ranks: their gradients are sums over ranks with different weights. There the loss carries the
+weight, so that gradients arrive weighed.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class Changes:
             self._refresh({param.unit})
 
     def apply(self) -> None:
-        """Brings copies up to date with what users have written, and with steps that have waited until now."""
+        """Brings copies up to date with writes by hand, and with steps that have waited until now."""
         if self.by_hand:
             self.loaded(list(self.by_hand))
         elif self.waiting:
@@ -106,7 +105,7 @@ class Changes:
         self.stepped(params, None)
 
     def made_by(self, param: ShardedParameter) -> object:
-        """The optimizer that made its values what they are; None if somebody else did."""
+        """The optimizer that wrote its present values; None if a load or a user did."""
         return None if param in self.by_hand or param.changed_by is None else param.changed_by()
 
     def _awaits(self, unit: int) -> bool:
@@ -157,8 +156,8 @@ class Agreement:
         return flags
 
     def _beside(self, used: list[bool]) -> list[bool]:
-        """A rank that has used all knows, and does not wait for what the others say, where nothing else is to be
-        compared: no gathers, and an order that all have learnt."""
+        """The same where nothing but `used` is compared (no gathers, and an order that all have learnt). A rank that
+        has used all parameters knows the answer, and does not wait for the others."""
         if self._control.group is None:
             return used
         if self._said is not None:
@@ -188,7 +187,7 @@ class Weight:
     """The weight of one micro-batch on this rank. Called with the loss it weighs the loss; else the gradients.
 
     Args:
-        scale: what a gradient counts by, where reductions average over ranks; None is 1.
+        scale: factor of a gradient, given that reductions average over ranks; None is 1.
     """
 
     def __init__(self, scale: float | None) -> None:

@@ -1,9 +1,9 @@
 """Gives parameters and buffers on the meta device memory, a unit at a time, and on the first rank values.
 
-What is fresh holds NaN (integers and flags: a pattern of bits) until its initialisation has run, so that one that
-forgets a tensor is noticed. What has values keeps them, whatever an initialisation does to it: adapters beside weights
-that come later, a weight beside a new bias. The first rank keeps its errors until all ranks can hear of them: others
-wait for its values meanwhile.
+A fresh tensor holds NaN (integers and flags: a pattern of bits) until its initialisation has run, so an initialisation
+that forgets a tensor is noticed. A tensor that has values keeps them when an initialisation overwrites it: adapters
+beside weights that come later, a weight beside a new bias. The first rank holds back an error until all ranks can hear
+of it, as the others wait for its values meanwhile.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Materialiser:
         init: initialises one module's own parameters, in place, and buffers, also by assigning others. Default:
             Hugging Face's `_init_weights` of the nearest model around the module, else its `reset_parameters`.
         first: whether this rank is the one whose values count.
-        promised: names of what will have its values later; what of it is sharded stays on the meta device.
+        promised: names of tensors that get their values later; those that are sharded stay on the meta device.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Materialiser:
         self._run({*inside, *sharing})
 
     def rest(self) -> None:
-        """Whatever no unit holds."""
+        """All tensors that no unit holds."""
         self._run(set(self._order))
 
     def _run(self, wanted: set[nn.Module]) -> None:
@@ -160,7 +160,7 @@ def _values_kept(fresh: Mapping[nn.Module, Sequence[tuple[str, Tensor]]]) -> Ite
     ]
     yield
     for tensors, key, tensor, values in held:
-        tensors[key] = tensor  # type: ignore[assignment]  # what it held
+        tensors[key] = tensor  # type: ignore[assignment]  # an initialisation may have replaced it
         tensor.copy_(values)
 
 
@@ -185,12 +185,12 @@ def _storage_bytes(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def read_promised(model: nn.Module, buffers: Iterable[FlatShards], promised: Mapping[str, Source]) -> None:
-    """Fills this rank's slices, and what is whole on every rank.
+    """Fills this rank's slices, and tensors that are whole on every rank.
 
     Args:
         model: sharded.
         buffers: its own.
-        promised: what `promised_of` has found before it was.
+        promised: sources by name, as `promised_of` found them before the model was sharded.
 
     Raises:
         CheckpointError: something cannot be read.

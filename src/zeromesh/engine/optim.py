@@ -1,7 +1,7 @@
 """Watches torch's optimizers through their global step hooks.
 
-An optimizer's `state_dict()` holds, from its first step on, slices of whole tensors as the model's does: what saves
-states for all ranks then sees what this one has of them, and what would save this rank's for all raises.
+From an optimizer's first step on its `state_dict()` holds slices of whole tensors, as the model's does. A library that
+saves states of all ranks sees which elements this rank has, and one that would save this rank's for all raises.
 
 An optimizer that steps on slices must work element by element. Torch's that do are listed; any other is refused at its
 first step, unless the user has vouched for it with `zm.elementwise(optimizer)` or made it with `zm.by_owner`.
@@ -41,7 +41,7 @@ ELEMENTWISE = frozenset(
 )
 
 NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""States of torch's optimizers that are one number, whatever the parameter."""
+"""States of torch's optimizers that are one number for a parameter of any shape."""
 
 _checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
 """By optimizer: the parameters that it had when it was looked at."""
@@ -57,13 +57,13 @@ VOUCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """By `elementwise`."""
 
 UNPROVEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Classes of others that have not stepped yet, so nobody knows what their states are."""
+"""Other optimizers that have not stepped yet, so nobody knows the kinds of their states."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, Slice)
 
 WHOLE: weakref.WeakKeyDictionary[Optimizer, Mapping[ShardedParameter, Region]] = weakref.WeakKeyDictionary()
-"""By optimizer that steps on whole tensors (`zeromesh.owners`): the parameters that it steps on here, and what it has
-of them: all, or those of a batch of whole tensors that the ranks along further axes do not have."""
+"""By optimizer that steps on whole tensors (`zeromesh.owners`): the parameters that it steps on here, each with the
+region that it has: all, or those tensors of a batch that the ranks along further axes do not have."""
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _installed: list[Any] = []
@@ -149,7 +149,7 @@ def _show_slices(optimizer: Optimizer) -> None:
 
 
 def _surround_step(kind: type[Optimizer]) -> None:
-    """Puts `_step_on_slices` around what torch's wrapper of `step` calls between its hooks, for optimizers on slices.
+    """Puts `_step_on_slices` around the function that torch's wrapper of `step` calls between its hooks.
     Torch calls no hook after a step that raised; and schedulers and compiled functions hold the wrapper itself."""
     wrapper: Any = inspect.unwrap(kind.step, stop=lambda function: function.__code__ is _HOOKED)
     cell = wrapper.__closure__[_HOOKED.co_freevars.index("func")]
@@ -334,7 +334,7 @@ def _by_engine(optimizer: Optimizer) -> dict[Any, list[ShardedParameter]]:
 
 
 def _require_reduced(optimizer: Optimizer, plain: Iterable[torch.Tensor]) -> None:
-    """A sharded model trains what it had when it was sharded: nobody reduces gradients of what came later."""
+    """A sharded model trains the parameters that it had then: nobody reduces gradients of later ones."""
     held = {id(param) for param in plain}
     for engine in _engines:
         for name, param in engine.added():

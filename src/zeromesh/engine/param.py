@@ -3,7 +3,7 @@
 [Note: Slices] To C++, a slice is a plain 1-D tensor; a `ShardedParameter` is a view of the flat master. Plain, foreach
 and fused optimizers run on it at full speed. To Python it is the whole tensor: `shape`, `ndim`, `size()` and `numel()`
 are the original parameter's, since people split weight decay by them, and it knows which elements it has: [Note:
-Elements] of `zeromesh.engine.elements`. What may be done with it is a list (`zeromesh.engine.allowed`):
+Elements] of `zeromesh.engine.elements`. A list says which functions take it (`zeromesh.engine.allowed`):
 
 - Elementwise functions give slices, in place or not, with or without autograd. Other slices must hold the same
   elements; plain operands are read against the whole shape, and this rank takes its elements of them. None of these
@@ -164,8 +164,8 @@ class ShardedParameter(Slice, nn.Parameter):
     Attributes:
         unit: index of the unit it belongs to.
         engine: weak reference to the engine.
-        changed: the unit's generation since which its values are those of now.
-        changed_by: the optimizer that made them what they are; None: a load, or somebody by hand.
+        changed: the unit's generation in which its values last changed.
+        changed_by: weak reference to the optimizer that changed them then; None: a load, or a user by hand.
     """
 
     unit: int
@@ -175,7 +175,7 @@ class ShardedParameter(Slice, nn.Parameter):
     _shown: Tensor | None = None
 
     def change(self, generation: int, by: Callable[[], object] | None) -> None:
-        """Its values are others from the unit's `generation` on; `changed_by` says what `by` is."""
+        """Its values have changed in the unit's `generation`; for `by` see `changed_by`."""
         self.changed, self.changed_by = generation, by
 
     @property
@@ -289,7 +289,7 @@ def local_operand(target: Slice, operand: Any, call: str) -> Any:
 
 
 def loaded_operand(elements: Elements, value: Tensor, call: str) -> Tensor:
-    """This rank's part of what `load_state_dict` is given for some elements.
+    """This rank's part of a value that `load_state_dict` is given for some elements.
 
     Raises:
         CheckpointError, OptimizerError: on every rank, where it is a slice of others, or not of the whole shape.
@@ -473,7 +473,7 @@ def _fits(value: Any, parameter: tuple[str, bool]) -> bool:
     return isinstance(value, Tensor) == parameter[1] or value is None
 
 
-# ---- what the list allows, by kind
+# ---- the functions of the list, by kind
 
 
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
@@ -538,7 +538,7 @@ def _require_slices(func: Any, targets: Sequence[Any], args: Any, kwargs: Any) -
 
 
 def tell_of_write(target: Slice) -> None:
-    """Before something is written to what may be a parameter's values."""
+    """Tells the engine before a write to a tensor that may show a parameter's values."""
     owner = target.owner
     if owner is not None and (engine := owner.engine()) is not None:
         engine.changing(owner)

@@ -65,7 +65,7 @@ def parts_by_module(model: nn.Module, parts: Iterable[str]) -> dict[str, set[str
     """
     parts, found = tuple(parts), defaultdict[str, set[str]](set)
     modules = [(clean_name(name), type(each).__name__) for name, each in model.named_modules(remove_duplicate=False)]
-    for name, kind in modules:  # outer ones first; a wrapper has the name of what it wraps
+    for name, kind in modules:  # outer ones first; a wrapper has its module's name
         inherited = found[name.rpartition(".")[0]] if name else set()
         found[name] |= inherited | {part for part in parts if belongs(part, name, kind)}
     unknown = [part for part in parts if not any(part in own for own in found.values())]
@@ -96,8 +96,8 @@ def part_of(places: Sequence[str], parts: Mapping[str, set[str]]) -> str:
 
 
 def require_inside(part: str, mesh: DeviceMesh, model: DeviceMesh | None) -> None:
-    """Raises MeshError where a part's mesh is not made of some of the model's ranks, this one among them; what only all
-    ranks together can tell is `require_divided`'s."""
+    """Raises MeshError where a part's mesh is not made of some of the model's ranks, this one among them. Faults
+    that only all ranks together can see are left to `require_divided`."""
     if model is None:
         raise MeshError(f"part {part} has a mesh and the model has none: give zm.shard the mesh of all its ranks")
     if mesh.mesh_dim_names is None:

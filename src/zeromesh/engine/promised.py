@@ -1,10 +1,10 @@
 """Values that a model has in files: each rank reads its own slices once there are shards.
 
 [Note: Promised] Whoever builds a model on the meta device may promise where the values of its tensors are. A promised
-tensor gets no memory until it is sharded and is neither initialised nor sent; then every rank fills its slice, so that
-none has more than its shard. Until then it is to everybody a tensor of the host. What tells nothing of its values is
-answered without them: shapes, dtypes, copies of modules, other dtypes. Whatever else is asked of it, or written to it,
-is asked of its values, which are then read whole, on this rank: it is a tensor with values from then on, like any.
+tensor gets no memory until it is sharded, and is neither initialised nor sent. Then every rank fills its slice, so that
+none has more than its shard. Until then it looks like a tensor of the host. Questions that need no values are answered
+without them: shapes, dtypes, copies of modules, casts. Any other function of it, and any write, first reads the whole
+tensor on this rank; from then on it is an ordinary tensor with values.
 
 Several tensors may show the same values (`p.data`, `p.detach()`): they share a `_Cell`, as others share a storage.
 """
@@ -146,7 +146,7 @@ class Promised(Tensor):
         held = vars(self).get("_held")
         if held is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(held, name)  # which is noted on what is in the model since
+        return getattr(held, name)  # an attribute set on it is noted on the tensor that is in the model now
 
     def _given(self) -> dict[str, Any]:
         """Attributes that others set on it."""

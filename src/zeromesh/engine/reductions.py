@@ -30,7 +30,7 @@ def slice_norms(slices: Sequence[Tensor], spans: Sequence[tuple[Span, ...]], ord
 
     Args:
         slices: 1-D, in the same order on every rank.
-        spans: of each, what its tensor is divided over.
+        spans: the ranks that each tensor is divided over.
         order: p of the p-norm, above 0; infinity for the maximum.
 
     Raises:

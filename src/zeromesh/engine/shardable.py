@@ -1,10 +1,10 @@
-"""Which parameters a strategy says the place of, and which it cannot: each unit computes with plain tensors, views of
-one flat buffer, whose gradients are reduced later.
+"""Which parameters can be sharded: each unit computes with plain tensors, views of one flat buffer, whose gradients are
+reduced later.
 
-DistributedDataParallel is kept off sharded parameters. It takes every parameter inside what it wraps, slices of sharded
-parts too: it would broadcast the first rank's over all others, and wait for gradients that never come to them. Asked
-for what it is to leave alone, it looks at the wrapped module itself, which a part does not know; so it is told as it
-takes the module in.
+DistributedDataParallel is kept off sharded parameters. It takes every parameter inside the module that it wraps, slices
+of sharded parts too: it would broadcast the first rank's over all others, and wait for gradients that never come. It
+looks for parameters to ignore on the wrapped module only, which a sharded part does not know. So the list is set on
+that module at the moment when it is wrapped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 
 def require_unwrapped(model: nn.Module) -> None:
-    """Raises ModelError where torch reduces or shards already: what it has taken hold of would be gone."""
+    """Raises ModelError where torch reduces or shards already: its parameters would be gone."""
     for name, part in model.named_modules():
         for kind in type(part).__mro__:
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
@@ -45,7 +45,7 @@ def can_shard(owner: nn.Module, param: nn.Parameter, name: str) -> bool:
     """Whether the parameter is sharded; frozen ones of dtypes that no checkpoint holds stay as they are.
 
     Raises:
-        ModelError: what it is, or has, would be lost; or another sharded model has it.
+        ModelError: its class, or something attached to it, would be lost; or another sharded model has it.
     """
     retired = getattr(param, "_zeromesh_retired", None)
     if retired is not None:

@@ -1,10 +1,10 @@
 """Parameters that are DTensors: divided, before they are sharded, over axes that have no stage.
 
 [Note: Spread] Whoever made a parameter a DTensor (parallelize_module, a Hugging Face model's tp_plan) has left each
-rank a box of it. That local tensor is what flat buffers hold, and what the data-parallel ranks with the same box
-share. A unit computes with a DTensor over the slot's memory, of the same mesh and placements; its gradient comes as a
-DTensor, and goes its way as a local tensor once it lies as the parameter does: one that is Partial, of a norm's weight
-under sequence parallelism, is summed over its axis first.
+rank a box of it. Flat buffers hold that local tensor, and the data-parallel ranks with the same box share it. A unit
+computes with a DTensor over the slot's memory, of the same mesh and placements; its gradient comes as a DTensor, and
+goes its way as a local tensor once it lies as the parameter does: one that is Partial, of a norm's weight under
+sequence parallelism, is summed over its axis first.
 
 A plain parameter of a model that has DTensors is the same on all their ranks.
 """

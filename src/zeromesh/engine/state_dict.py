@@ -1,6 +1,6 @@
 """`state_dict()` and `load_state_dict()` of a sharded model: slices of whole tensors, under the original names.
 
-torch.distributed.checkpoint saves and loads what `state_dict()` returns, whatever the layout on the other side::
+torch.distributed.checkpoint saves and loads the result of `state_dict()`, under any layout on the other side::
 
     dcp.save({"model": model.state_dict()}, checkpoint_id=path)
     state = {"model": model.state_dict()}

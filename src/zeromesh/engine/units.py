@@ -39,7 +39,7 @@ class Precision:
     master: torch.dtype = torch.float32
 
     def alike(self, dtype: torch.dtype) -> torch.dtype:
-        """The same for parameters that are alike once they are sharded, whatever `dtype` they had before."""
+        """One key for all dtypes that are alike once parameters are sharded."""
         return dtype if dtype == torch.float64 else self.computed(dtype)
 
     def computed(self, dtype: torch.dtype) -> torch.dtype:
@@ -98,7 +98,7 @@ class ParamInfo:
     @property
     def most(self) -> int:
         """Elements of the largest region on any rank, for which all of them make room: they cut buffers alike then,
-        join the same units, and sum what is the same on all of them in the same order, to the bit."""
+        join the same units, and sum parameters that all of them have in the same order, to the bit."""
         return self.param.numel() if self.spread is None else self.spread.most
 
 
@@ -149,11 +149,11 @@ def find_units(
 
     Args:
         model: any module.
-        classes: classes (or their names) of the modules that are gathered as one. Default: what a Hugging Face model
-            names in `_no_split_modules`, else the members of its repeated `nn.ModuleList`; then also the input
-            embedding and the output head.
+        classes: classes (or their names) of the modules that are gathered as one. Default: those that a Hugging
+            Face model names in `_no_split_modules`, else the members of its repeated `nn.ModuleList`; then also the
+            input embedding and the output head.
         resident: qualified names of units that get a gather slot of their own.
-        precision: what is alike under it is one flat buffer.
+        precision: parameters that are alike under it share a flat buffer.
         parts: names of those that have layouts of their own.
 
     Raises:
@@ -176,7 +176,7 @@ def find_units(
 
 
 def join_modules(units: Sequence[ModuleUnit], precision: Precision, bucket_bytes: int) -> list[ModuleUnit]:
-    """The modules of what `zeromesh.schedule.join_units` joins."""
+    """Joins the modules as `zeromesh.schedule.join_units` joins the units."""
     joined: list[ModuleUnit] = []
     for first, *others in neighbours([unit.describe(precision) for unit in units], bucket_bytes):
         for other in others:
@@ -255,7 +255,7 @@ def _check_resident(resident: Sequence[str], names: Sequence[str]) -> None:
 def _assign(
     model: nn.Module, units: dict[nn.Module, ModuleUnit], precision: Precision, parts: Mapping[str, set[str]]
 ) -> None:
-    """Gives each parameter to the innermost unit that holds it; what is tied across units goes to the root."""
+    """Gives each parameter to the innermost unit that holds it; one that is tied across units goes to the root."""
     homes: dict[nn.Parameter, list[tuple[nn.Module, str, nn.Module, str]]] = {}
     for owner, name, home in _walk(model, model, units):
         for key, param in owner._parameters.items():

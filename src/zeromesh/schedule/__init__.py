@@ -1,6 +1,6 @@
 """One training step as data, and the interpreter that engine and simulator run it with. Torch-free.
 
-Reading order: `unit` (what is scheduled), `transfer` (one collective), `placed` (what is held and sent of a flat
+Reading order: `unit` (its flat buffers), `transfer` (one collective), `placed` (the shards and transfers of a flat
 buffer), `memory` (all buffers), `bucket` (whole tensors), `program` (points and ops), `state` (of units, forward
 and backward), `interpreter` (who carries ops out), `step` (the canonical order; imported by whoever counts with it).
 """

@@ -27,7 +27,7 @@ class Shipment:
     Args:
         axis: over which axis of the layout.
         numel: elements, to all others together.
-        wire: dtype of what is sent.
+        wire: dtype of its messages.
     """
 
     axis: Axis

@@ -1,7 +1,7 @@
 """Carries out a schedule's ops as the points of a step are reached. Engine and simulator are its two back ends.
 
-The interpreter knows which copy of which unit is valid, who holds which slot and what has been reduced; it never
-touches a tensor or a clock. What it decides depends only on the sequence of points, so ranks that reach the same
+The interpreter knows which copy of which unit is valid, who holds which slot and which gradients have been reduced; it
+never touches a tensor or a clock. Its decisions depend only on the sequence of points, so ranks that reach the same
 points issue the same collectives in the same order.
 
 [Note: Gathered states] A unit's gathered parameters are, by `UnitState.full` and `in_use`:
@@ -15,13 +15,14 @@ used again.
 
 [Note: Gradient states] Of one step, which begins with the first backward after the last one's. EMPTY: nothing
 accumulated. PARTIAL: the accumulator holds micro-batches, reduced over the axes of `grad_axes` only. REDUCED: its state
-shard holds the reduced gradient; what else the same backward brings is reduced by itself, then added, so nothing is
-reduced twice.
+shard holds the reduced gradient; later gradients of the same backward are reduced by themselves, then added, so nothing
+is reduced twice.
 
 [Note: Turns] Where parameters are sharded all ranks call the same units in the same order, and a unit is reduced as
 soon as its calls are over: [Note: Reverse]. Elsewhere ranks may call different units, so reductions are issued in the
 reverse of an order that all share, each once in a backward: a unit waits for those after it, and one that nothing on
-this rank will come back to sends zeros. What is not known to be over by then has its turn when autograd has ended.
+this rank will come back to sends zeros. A unit that is not known to be over by then has its turn when autograd has
+ended.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ class UnitState(Generic[T]):
         refreshed: the generation that its compute copy was made of.
         full: the generation in its gather slot.
         kept: the generation of its secondary copy.
-        in_use: the model is pointed at what was gathered.
+        in_use: the model is pointed at the gathered parameters.
         ticket: of a gather under way.
         refreshing: of a refresh under way.
-        taking: of what still reads the reduce slot.
+        taking: of a reduction that still reads the reduce slot.
         reducing: of a reduction under way.
-        grad: what its accumulator holds of this step.
+        grad: how far this step's gradient is.
     """
 
     generation: int = 1
@@ -73,7 +74,7 @@ class Interpreter(Generic[T]):
     """Runs `schedule` on `backend`.
 
     Args:
-        schedule: what to do where.
+        schedule: ops by point.
         backend: who does it.
         watch: is told of every point as it is reached, before its ops; an observer for traces.
         states: by unit.
@@ -144,7 +145,7 @@ class Interpreter(Generic[T]):
         if not forward.runs(unit):
             self._run(PointKind.POST_RECOMPUTE if self.backward is not None else PointKind.POST_FORWARD, unit)
         if self.forward is None and self.backward is None:
-            # Without a backward to come, what stayed gathered may go.
+            # Without a backward to come, units that stayed gathered may go.
             if not forward.calls and not forward.hidden:
                 self._run(PointKind.END_FORWARD)
             self._run(PointKind.LEAVE)
@@ -180,8 +181,8 @@ class Interpreter(Generic[T]):
         self.backward = None
 
     def back_through(self, forwards: Iterable[Forward]) -> None:
-        """To the beginnings of forwards, the latest first: all of what remains of a backward, or of one for parameters
-        alone those that one for inputs alone has reached."""
+        """Goes back to the beginnings of forwards, the latest first: at the end of a backward, or for the parameters'
+        half of one whose inputs' half has reached them."""
         for forward in sorted(forwards, key=lambda forward: -forward.number):
             self._go_back(forward, 0)
 
@@ -211,7 +212,7 @@ class Interpreter(Generic[T]):
         state.generation += 1
 
     def begin_step(self) -> None:
-        """Nothing is accumulated any more; what is under way writes what nobody reads, and is waited for."""
+        """Nothing is accumulated any more. Reductions under way are waited for; nobody reads their results."""
         for state in self.states:
             self._settle_reduction(state)
             state.grad = GradState.EMPTY
@@ -360,7 +361,7 @@ class Interpreter(Generic[T]):
 
     def _drop(self, unit: int) -> None:
         """A gather that nobody has waited for goes on: whoever is next to write to the slot or its source waits for it.
-        Here a rank that has gathered what no other has would wait for ever, before ranks compare what they did."""
+        Otherwise a rank that has gathered a unit which no other has would wait for ever, before ranks compare."""
         self._reshard(unit)
         state = self.states[unit]
         state.full = state.kept = 0
@@ -425,7 +426,7 @@ class Interpreter(Generic[T]):
                 self._settle_reduction(state)
 
     def _require_seen(self, unit: int) -> None:
-        """Raises ModelError for gradients computed with what happened to be in a slot that others share."""
+        """Raises ModelError for gradients computed with another unit's parameters, in a slot that units share."""
         if self.schedule.shares_slot(unit) and unit not in self._running.reduced:
             raise ModelError(
                 f"the backward of unit {self.schedule.units[unit].name!r} began unseen, and so may have used another "

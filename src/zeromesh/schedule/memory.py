@@ -77,7 +77,7 @@ class MemoryPlan:
         persistent: by unit, by flat buffer.
         gather, reduce: the slots.
         staging: by lane, the longest region that it casts around a wire.
-        workspace: by lane, what its collectives need beside the regions that they work on.
+        workspace: by lane, memory of its collectives beside the regions that they work on.
     """
 
     persistent: tuple[tuple[Persistent, ...], ...]

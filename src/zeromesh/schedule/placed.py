@@ -1,4 +1,4 @@
-"""A flat buffer under a layout: what each rank holds of it, and what is sent, in which order. Both follow from the
+"""A flat buffer under a layout: the shards that each rank holds, and the transfers, in order. Both follow from the
 notation and are decided here once; simulator and engine read the same lists.
 
 [Note: Bytes] Let F be a buffer's padded length and n_a the size of axis a. A collective over a works on a region of
@@ -6,9 +6,9 @@ B_a = F / (product of the sizes of the axes more significant than a) elements (s
 axes of stage 0 inside of a). One rank sends (n_a-1)/n_a * B_a per all-gather or reduce-scatter and twice that per
 all-reduce.
 
-[Note: By level] Of several axes of stage 0 only the outermost is summed over in place: on the way there each inner axis
-scatters, and gathers on the way back, which sends as much on the inner axes as sums over the whole region would, and
-divides what the outer ones send by the inner ones' sizes. Where a collective takes two levels at once the outermost
+[Note: By level] Of several axes of stage 0 only the outermost is summed over in place. On the way there each inner axis
+scatters, and gathers on the way back. That sends as many bytes on the inner axes as sums over the whole region would,
+and divides those of the outer ones by the inner ones' sizes. Where a collective takes two levels at once the outermost
 scatters and gathers too: the same bytes, in pairs. Where an inner axis is quantised, which sums as a whole, all axes
 are summed over one after the other, and with `collective=flat` all of them as one.
 
@@ -17,8 +17,8 @@ one's; a reduction goes the other way. Where stages fall from inner to outer axi
 pieces.
 
 [Note: Alone] A gradient that nothing is added to, of the only micro-batch of its step, need not be as wide as a sum.
-Where the first reduction is that of the accumulator, and sends what autograd leaves as it is, the gradient is copied to
-the accumulator's memory in that dtype, and sent from there: the same bits, without two casts on the way.
+Where the first reduction is that of the accumulator, on a wire of the compute dtype, the gradient is copied to the
+accumulator's memory in that dtype, and sent from there: the same bits, without two casts on the way.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Persistent:
         master: the optimizer's copy, the state shard; 0 where it is a part of the parameter shard.
         grads: the accumulated gradient shard.
         kept: copy that stays gathered over the kept axes from forward to backward.
-        feedback: what quantised reductions with error feedback have lost and still owe.
+        feedback: rounding errors that quantised reductions with error feedback still owe.
     """
 
     params: int
@@ -94,8 +94,9 @@ class Placed:
         role: of its unit.
         stays: whether its unit stays gathered from forward to backward, in a slot of its own.
         padded: the buffer's length: [Note: Padding] of the layout.
-        routes: what each lane sends. A gradient waits in its reduce slot in the dtype that the lane `reduce` holds.
-        from_kept: what `unshard` sends where the kept copy is there.
+        routes: the transfers of each lane. A gradient waits in its reduce slot in the dtype that the lane `reduce`
+            holds.
+        from_kept: the transfers of `unshard` where the kept copy is there.
         kept_axis: the axis whose gather fills the kept copy; None where there is none: without such an axis, or where
             the unit stays gathered anyway, since then its slot is the copy.
         feedback: by the axis of a reduction with error feedback, its part of the buffer's residuals.
@@ -182,7 +183,7 @@ class Placed:
     @property
     def master_in_params(self) -> bool:
         """Whether the optimizer's copy is this rank's part of the compute copy: same dtype, and a refresh brings the
-        others just what this rank has. Through a wire with less precision all compute with what came over it, this rank
+        others the same values. Through a wire with less precision all ranks compute with its rounded values, this one
         too."""
         param = self.buffer.param_dtype
         return self.buffer.master_dtype == param and all(step.wire == param for step in self.routes["refresh"].steps)
@@ -242,7 +243,7 @@ def place(
 
 
 def _keeps_all(layout: Layout) -> bool:
-    """Whether what is gathered under this layout is kept from forward to backward."""
+    """Whether all parameters gathered under this layout are kept from forward to backward."""
     return all(axis.stage.kept for axis in layout.param_axes if axis.size > 1)
 
 

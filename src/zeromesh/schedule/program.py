@@ -21,7 +21,7 @@ forward and backward; ``last`` marks the micro-batch after which the optimizer s
     DROP        RESHARD, and the content counts as gone
     REDUCE      queue the unit's gradients for reduction, in the order that all ranks share
     SYNC        wait for the unit's reduction, or for all traffic (-1), in overlap modes that expose it
-    FLUSH       queue what is left, wait for all reductions after a last micro-batch
+    FLUSH       queue the remaining reductions, wait for all after a last micro-batch
 
 Where no parameters are sharded a unit may be called many times, by parts (`zeromesh.schedule.unit.join`), and has no
 slot to give back: it stays open until the outermost forward has ended.
@@ -134,8 +134,8 @@ class Schedule:
             layout: the strategy on its mesh.
             units: root first; block units in the order of the model's repeated list.
             parts: layouts of the parts that buffers of `units` name.
-            messages: whether ranks exchange messages, for what their collectives need beside the regions that they work
-                on; None counts nothing.
+            messages: whether ranks exchange messages, which decides the workspaces of their collectives; None counts
+                none.
             triton: whether the devices have it: [Note: Which codec] of `zeromesh.wires.format`.
         """
         placed = place(layout, units, parts)
@@ -247,7 +247,7 @@ def _reduce(overlaps: bool, facts: _Facts, unit: int) -> tuple[Op, ...]:
 
 
 def _prefetches(count: int, units: Sequence[_Facts], following: Sequence[int]) -> tuple[Op, ...]:
-    """The next `count` block units, and whatever else is gathered before the last of them."""
+    """The next `count` block units, and other units that are gathered before the last of them."""
     ops: list[Op] = []
     blocks = 0
     for unit in following:

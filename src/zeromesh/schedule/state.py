@@ -2,10 +2,10 @@
 
 Notes that are not defined here are in `zeromesh.schedule.interpreter`.
 
-[Note: Reverse] Autograd runs what is ready in the reverse of the order in which it was recorded. So when the gradient
-arrives of what a call has returned, all calls that began after that one had ended are over: theirs have come, and those
-of them whose output got no gradient will never be reached. A backward therefore goes through the marks of a forward in
-reverse: past the end of a call, that call is entered; past its beginning, it is left, and the gradients of its
+[Note: Reverse] Autograd runs nodes that are ready in the reverse of the order in which they were recorded. So when the
+gradient of a call's output arrives, all calls that began after that call had ended are over: either their gradients
+have come, or their outputs got none and will never be reached. A backward therefore goes through the marks of a forward
+in reverse. Past the end of a call, that call is entered; past its beginning, it is left, and the gradients of its
 parameters are there. Calls that autograd skips are passed in their turn, so ranks that have called the same units in
 the same order issue the same collectives, whichever of the outputs their losses use.
 """
@@ -35,7 +35,7 @@ class Reduction:
 
     Args:
         micro: reduce them over the axes of `grad_axes`, into the accumulator.
-        accumulate: add to what the accumulator holds (else overwrite it).
+        accumulate: add to the accumulator; else overwrite it.
         boundary: go on to the state shard: the gradient the optimizer sees.
         add: the state shard already holds a reduced gradient of this step; add to it.
         scale: of this rank's own gradients; None is 1.
@@ -60,7 +60,7 @@ class Reducing(Generic[T]):
     """A reduction that was issued, as tickets; None where there is nothing to wait for.
 
     Args:
-        taken: what was collected has been read: its slot may be filled again.
+        taken: the collected gradients have been read: their slot may be filled again.
         done: the sums are where they are to be.
     """
 
@@ -172,7 +172,7 @@ class Backward:
 
     Args:
         task: autograd's number of it.
-        ended: what autograd calls at its end; gone once it has been called, or never will be.
+        ended: weak reference to autograd's callback at its end; dead once that was called, or never will be.
         last: whether its micro-batch is the last before the optimizer's step.
         scale: of this rank's own gradients; None is 1.
         stale: units that were computed with parameters of an older generation than now, and the oldest of those.

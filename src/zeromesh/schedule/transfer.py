@@ -27,10 +27,10 @@ class Transfer:
     """One collective over one axis.
 
     Args:
-        operation: what it does.
+        operation: of torch.distributed.
         axis: over which axis of the layout.
         numel: elements of the whole region: the result of a gather, the input of a reduction.
-        wire: dtype of what is sent.
+        wire: dtype of its messages.
     """
 
     operation: Operation
@@ -80,11 +80,11 @@ def lane_axes(layout: Layout, lane: LaneKind) -> tuple[Axis, ...]:
 
 def lent_axes(layouts: Iterable[Layout], line_of: Callable[[Layout, Axis], Hashable]) -> dict[str, str]:
     """By name, axes that use the communicators of another, which is named. The ranks are the same, and the lanes: so
-    each communicator is still in one lane, and what goes over it is in one order.
+    each communicator is still in one lane, and its collectives are in one order.
 
     Args:
         layouts: of the model, and of its parts.
-        line_of: what is equal for axes along which each rank has the same others, in the same order.
+        line_of: a key that is equal for axes along which each rank has the same others, in the same order.
     """
     # By ranks and lane of reductions: axes with communicators of their own, and the lane of their gathers, if any.
     lenders = defaultdict[tuple[Hashable, LaneKind | None], dict[str, LaneKind | None]](dict)

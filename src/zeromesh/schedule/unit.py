@@ -105,10 +105,9 @@ class Unit:
 def neighbours(units: Sequence[Unit], bucket_bytes: int) -> list[list[int]]:
     """Which units, by index, are joined: neighbours, until their parameters take `bucket_bytes`.
 
-    For strategies that shard no parameters: a unit then only says what is reduced together, and a collective has a cost
-    of its own, whatever it carries. Units inside others stay as they are. The root's parameters, as a rule a few, are
-    the last whose gradients are there, as are those of the first units: they go together.
-    """
+    For strategies that shard no parameters: a unit is then only a group of gradients that are reduced together, and
+    each collective has a fixed cost. Units inside others stay as they are. The root's parameters, as a rule a few, are
+    the last whose gradients are there, as are those of the first units: they go together."""
     groups: list[list[int]] = []
     room = 0
     for index, unit in enumerate(units):

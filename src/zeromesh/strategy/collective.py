@@ -14,10 +14,10 @@ class Collective:
 
     Args:
         name: as the notation spells it.
-        by_level: it sends what level after level would, and is a `zeromesh.collectives.ByLevel`; others can be
+        by_level: it sends the bytes of level after level, and is a `zeromesh.collectives.ByLevel`; others can be
             predicted for other engines, and not run.
         pairs: two neighbouring steps run at once where both scatter or both gather, lossless and with no copy between
-            them. What is replicated is then scattered over every level and gathered again. Plans try it unasked where
+            them. Replicated buffers are then scattered over every level and gathered again. Plans try it unasked where
             ranks exchange messages.
         costs: a `zeromesh.cost.JointCost`, or "module:class" of one, which whoever only runs it never imports.
     """

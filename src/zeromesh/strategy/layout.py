@@ -9,7 +9,7 @@ inside the other two, and each one-axis collective works on one contiguous regio
     params, grads   [0 1 2 3 | 4 5 6 7]                     node 0 | node 1
     states          [0 1 | 2 3 | 4 5 | 6 7]                 (0,0) | (1,0) | (0,1) | (1,1)
 
-[Note: Padding] A buffer's length is padded to a multiple of 8 elements for each rank, whatever the stages (codes of one
+[Note: Padding] A buffer's length is padded to a multiple of 8 elements for each rank, under all stages (codes of one
 byte: of 16): so all chunks of a collective, over any of its axes and in any dtype, are equally long and begin at
 multiples of `CHUNK_BYTES`, as backends want them (uneven gathers are a broadcast from each rank on NCCL, and unaligned
 ones go slowly).
@@ -44,7 +44,7 @@ class Axis:
         mesh_axis: the mesh axis it is (a part of).
         size: number of ranks along it.
         stride: distance, along the mesh axis, between neighbours on this axis.
-        stage: what is sharded over it.
+        stage: that says which of P, G and OS are sharded over it.
         wire: dtypes sent on it.
     """
 
@@ -136,7 +136,7 @@ class Layout:
         return tuple(axis for axis in self.axes if not axis.stage.shards_states)
 
     def require_runnable(self) -> None:
-        """Raises NotationError for what can be predicted and not run."""
+        """Raises NotationError for a layout that can be predicted and not run."""
         if not self.collective.by_level:
             name = self.collective.name
             raise NotationError(

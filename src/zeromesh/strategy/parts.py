@@ -1,4 +1,4 @@
-"""Parts of a model with a strategy of their own: what a user gives, and the layouts that come of it."""
+"""Parts of a model with a strategy of their own: as users give them, and their layouts."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def part_name(key: str | type) -> str:
 
 
 def belongs(part: str, module: str, kind: str) -> bool:
-    """Whether a module of this qualified name and class is what `part` names."""
+    """Whether `part` names a module of this qualified name and class."""
     return kind == part[1:-1] if part.startswith("<") else fnmatchcase(module, part)
 
 
 def with_given(strategy: Strategy, parts: Mapping[str, Part], axes: Mapping[str, Iterable[str] | None]) -> Strategy:
-    """`strategy` with what `parts` adds to the notation.
+    """`strategy` with the strategies that `parts` gives beside the notation.
 
     Args:
         strategy: of the model.
@@ -78,7 +78,7 @@ def with_given(strategy: Strategy, parts: Mapping[str, Part], axes: Mapping[str,
 
 
 def layouts_of(strategy: Strategy, mesh: Sizes, meshes: Mapping[str, Sizes]) -> dict[str, Layout]:
-    """The layout of what no part has, under "", and that of each part.
+    """The layout of each part, and under "" that of all other modules.
 
     Args:
         strategy: with its parts.

@@ -1,4 +1,4 @@
-"""A plan: what to run, as a value that the planner writes and the engine and the trainer accept."""
+"""A plan: a strategy with its choices, as a value that the planner writes and the engine and the trainer accept."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "plan") -> Plan:
-        """Reads what `to_json` wrote.
+        """Reads a plan that `to_json` wrote.
 
         Raises:
             InputError: not a plan of ours, or a field is missing or unknown; names `source`.
@@ -131,7 +131,7 @@ class Plan:
         """Raises InputError if a run makes other choices than this plan, whose figures hold for its own alone.
 
         Args:
-            choices: by name, what was planned (None for open) and what the run has.
+            choices: by name, the planned value (None for open) and the run's.
             where: the plan's file.
         """
         if self.parallel is not None:

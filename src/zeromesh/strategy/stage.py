@@ -1,4 +1,5 @@
-"""Stages: what a mesh axis shards, and in which dtype it sends; and well-known systems, each a line of the notation."""
+"""Stages and wires of a mesh axis: which of P, G and OS it shards, and in which dtypes it sends them; and well-known
+systems, each a line of the notation."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ class Wire:
     `reduce_dtype`).
 
     Args:
-        feedback: of gradients: what a quantised message loses is added to the next one.
+        feedback: of gradients: the rounding error of a quantised message is added to the next one.
     """
 
     param: str | None = None
@@ -104,7 +105,7 @@ class Wire:
 
     @classmethod
     def parse(cls, text: str) -> Wire:
-        """Parses what follows ``@``: ``P``, ``P/G``, ``P/`` or ``/G``; ``G+ef`` has error feedback."""
+        """Parses the text behind ``@``: ``P``, ``P/G``, ``P/`` or ``/G``; ``G+ef`` has error feedback."""
         text, plus, suffix = text.partition("+")
         if plus and plus + suffix != _FEEDBACK:
             raise NotationError(

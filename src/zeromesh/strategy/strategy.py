@@ -5,7 +5,7 @@
     strategy = mix ("|" part ":" mix)*                   the model's, then those of parts of it
     mix      = axis "=" stage wire? ("," axis ...)* (";" option "=" value)*        innermost axis first
     part     = pattern of module names | "<" name of a class ">"
-    axis     = name | name "[" size "]" | name "[*]"     a size splits a level; [*] is what the splits leave over
+    axis     = name | name "[" size "]" | name "[*]"     a size splits a level; [*] is the rest of it
     stage    = "0" | "1" | "2" | "3" | "3k" | "3d" | "3dk"
     wire     = "@" [P] "/" [G ["+ef"]] | "@" P           +ef: error feedback, on a quantised G
     P, G     = dtype | "int8[" block "]" | "int4[" block "]"
@@ -41,11 +41,11 @@ class AxisStage:
 
     Args:
         name: the mesh axis.
-        stage: what is sharded over it.
+        stage: that says which of P, G and OS are sharded over it.
         wire: dtypes sent on it.
-        split: None for the whole axis; a size for a part of it; "*" for what the other parts leave over.
-        spelt: the size that the parts of a whole axis were given with, which the mesh must have; no part of what the
-            term means.
+        split: None for the whole axis; a size for a part of it; "*" for the rest of it.
+        spelt: the size that the parts of a whole axis were given with, which the mesh must have; the term's
+            meaning does not depend on it.
     """
 
     name: str

@@ -147,7 +147,7 @@ class _Rounds:
         self.sums = sums
         self.parts = parts(sums[0].numel(), scratch.numel)
         own, size = grid.minor.group.rank, len(sums)
-        # This rank's own shard last: what others wait for leaves first. The same on all ranks of its major axis.
+        # This rank's own shard last: shards that others wait for leave first. The same on all ranks of its major axis.
         self._order = [(own + step) % size for step in range(1, size + 1)]
         over_major = WINDOW * size * len(grid.major.peers)
         self._slots_major, self._slots_minor = scratch.terms[:over_major], scratch.terms[over_major:]
