@@ -497,6 +497,7 @@ class Engine:
         self._recover()
         if follow:
             self.changes.apply()
+            self.interpreter.catch_up()
         self.interpreter.quiesce()
         self.whole.settle(self.backend)  # of a step that raised
 

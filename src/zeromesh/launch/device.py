@@ -26,7 +26,7 @@ PROMISES = (
 """Who sets one of these to anything but nothing expects a device. `COUNTS` are no lists: there 0 is no device."""
 
 NO_DEVICES = ("", "0", "-1", "none", "void", "NoDevFiles")  # as launchers and people write it
-NCCL_ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # [Note: Order]
+CUDA_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # [Note: Order]
 
 SHARE = "ZEROMESH_SHARE_DEVICES"
 """If this variable is set, ranks of a machine may share a device, to check numbers with fewer devices than ranks."""
@@ -94,14 +94,15 @@ def set_variables(rank: int) -> None:
     """Sets NCCL and CUDA up for several communicators at once and for ranks that share a device, before CUDA is
     initialised. Variables that somebody has set stay.
 
-    [Note: Order] Collectives of several communicators may run at the same time only if all ranks launch them in one
-    order and the device keeps to it; else two that wait for each other never end. The lanes see to the first, NCCL 2.26
-    and newer to the second if told to. Kernels of different streams also wait for each other if CUDA has fewer queues
-    than streams (8 by default): four lanes, the computation, one of each communicator. RCCL has crashed when told to
-    keep the order.
+    [Note: Order] Kernels of different streams wait for each other if CUDA has fewer queues than streams (8 by default):
+    four lanes, the computation, one of each communicator. NCCL 2.26 and newer can also keep all kernels of a device in
+    the order of their launch, over all communicators (NCCL_LAUNCH_ORDER_IMPLICIT). That is left off. It rules out that
+    collectives of two communicators, of which a device has room for one, wait for each other on two ranks. But then a
+    gather over fast links waits until every earlier reduction over slow ones has begun, and the lanes of one device
+    overlap no more. All ranks issue collectives in one order, so either setting gives the same numbers.
     """
     if torch.version.cuda is not None:
-        for name, value in (NCCL_ORDER | (NCCL_SHARED if SHARE in os.environ else {})).items():
+        for name, value in (CUDA_QUEUES | (NCCL_SHARED if SHARE in os.environ else {})).items():
             os.environ.setdefault(name, value.format(rank=rank))
 
 

@@ -225,6 +225,11 @@ class Interpreter(Generic[T]):
         self.forward = self.backward = None
         self.awaited.clear()
 
+    def catch_up(self) -> None:
+        """Starts the refreshes that no forward has asked for yet."""
+        for unit in self.schedule.order:
+            self._refresh(unit)
+
     def quiesce(self) -> None:
         """Waits for everything in flight: before masters change, are saved or loaded."""
         for state in self.states:

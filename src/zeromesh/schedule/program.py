@@ -14,7 +14,7 @@ forward and backward; ``last`` marks the micro-batch after which the optimizer s
 
 [Note: Ops] At each point the schedule lists ops, and the interpreter carries them out:
 
-    REFRESH     start to bring the compute copy up to date with the optimizer's
+    REFRESH     start to bring the compute copy up to date with the optimizer's, unless that is done: [Note: Window]
     PREFETCH    start a gather if its slot is free; never waits
     UNSHARD     gather if that has not been started, and wait until the parameters are there
     RESHARD     the unit's parameters are the optimizer's again; the slot's content stays valid until it is overwritten
@@ -22,6 +22,13 @@ forward and backward; ``last`` marks the micro-batch after which the optimizer s
     REDUCE      queue the unit's gradients for reduction, in the order that all ranks share
     SYNC        wait for the unit's reduction, or for all traffic (-1), in overlap modes that expose it
     FLUSH       queue the remaining reductions, wait for all after a last micro-batch
+
+[Note: Window] Where parameters are sharded, a step starts the refreshes of the first two units, and each unit's forward
+that of the first unit which is not prefetched yet. So behind a gather's own refresh at most one other is launched
+before it, which keeps the refreshes' lane at work. NCCL may start kernels in the order of their launch, over all
+communicators (NCCL_LAUNCH_ORDER_IMPLICIT): the gather then waits until that one begins, which is when its own ends. All
+ranks call the same units in the same order then. Where no parameters are sharded they may not, and one rank may call
+the model alone, so all refreshes start with the step.
 
 Where no parameters are sharded a unit may be called many times, by parts (`zeromesh.schedule.unit.join`), and has no
 slot to give back: it stays open until the outermost forward has ended.
@@ -210,9 +217,12 @@ def _program(strategy: Strategy, sharded: bool, units: Sequence[Unit], order: Se
 def _ops(sharded: bool, prefetch: int, overlaps: bool, units: tuple[_Facts, ...], order: tuple[int, ...]) -> Program:
     """Layouts have few different ones, and a search comes here thousands of times: they share them."""
     program: dict[tuple[PointKind, int], tuple[Op, ...]] = {}
+    windowed = sharded and overlaps
     for position, unit in enumerate(order):
         ahead, behind = order[position + 1 :], order[:position][::-1]
-        program[PointKind.PRE_FORWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(prefetch, units, ahead))
+        prefetches = _prefetches(prefetch, units, ahead)
+        following = ahead[len(prefetches) :][:1] if windowed else ()
+        program[PointKind.PRE_FORWARD, unit] = (Op(Action.UNSHARD, unit), *prefetches, *_refreshes(units, following))
         # A block's content stays in its slot: where forward turns into backward the last ones need no second gather.
         program[PointKind.POST_FORWARD, unit] = (Op(Action.RESHARD, unit),) if sharded else ()
         program[PointKind.PRE_BACKWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(prefetch, units, behind))
@@ -224,7 +234,8 @@ def _ops(sharded: bool, prefetch: int, overlaps: bool, units: tuple[_Facts, ...]
     program[PointKind.END_FORWARD, -1] = drop
     program[PointKind.LEAVE, -1] = () if sharded else _each(Action.RESHARD, order)
     program[PointKind.END_BACKWARD, -1] = (Op(Action.FLUSH, -1), *drop)
-    program[PointKind.STEPPED, -1] = _stepped(overlaps, units, order)
+    exposed = () if overlaps else (Op(Action.SYNC, -1),)
+    program[PointKind.STEPPED, -1] = (*_refreshes(units, order)[: 2 if windowed else None], *exposed)
     return program
 
 
@@ -232,11 +243,8 @@ def _each(action: Action, order: Sequence[int]) -> tuple[Op, ...]:
     return tuple(Op(action, unit) for unit in order)
 
 
-def _stepped(overlaps: bool, units: Sequence[_Facts], order: Sequence[int]) -> tuple[Op, ...]:
-    """Refreshes all start with the step, in the order of the forward: they have a lane of their own, in which each of
-    the forward's gathers finds its unit done before."""
-    refreshes = tuple(Op(Action.REFRESH, unit) for unit in order if units[unit].trainable)
-    return refreshes if overlaps else (*refreshes, Op(Action.SYNC, -1))
+def _refreshes(units: Sequence[_Facts], which: Sequence[int]) -> tuple[Op, ...]:
+    return tuple(Op(Action.REFRESH, unit) for unit in which if units[unit].trainable)
 
 
 def _reduce(overlaps: bool, facts: _Facts, unit: int) -> tuple[Op, ...]:

@@ -15,7 +15,7 @@ from zeromesh.cli.env import env
 from zeromesh.errors import InputError
 from zeromesh.launch.device import (
     CPU,
-    NCCL_ORDER,
+    CUDA_QUEUES,
     NCCL_SHARED,
     PROMISES,
     Claim,
@@ -75,7 +75,7 @@ def test_leaves_of_an_emulated_cluster_share_devices(see: See, monkeypatch: pyte
 
 def test_ranks_share_a_device_where_they_are_told_to(see: See, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROMESH_SHARE_DEVICES", "1")
-    for variable in ("NCCL_HOSTID", *NCCL_ORDER, *NCCL_SHARED):
+    for variable in ("NCCL_HOSTID", *CUDA_QUEUES, *NCCL_SHARED):
         monkeypatch.setenv(variable, "")  # so that it is as before afterwards
         monkeypatch.delenv(variable)
     see(2)
@@ -175,14 +175,18 @@ def test_nobody_who_was_given_devices_trains_on_the_cpu(
 
 
 @pytest.mark.parametrize("cuda", ["12.8", None])
-def test_nccl_keeps_the_order_of_launches_unless_somebody_says_otherwise(
+def test_cuda_gets_queues_for_all_streams_and_nccl_no_order_of_launches(
     monkeypatch: pytest.MonkeyPatch, cuda: str | None
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # so that it is as before afterwards
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    set_variables(rank=0)
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in os.environ
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == ("32" if cuda else None)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     set_variables(rank=0)
-    assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == ("1" if cuda else None)
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
