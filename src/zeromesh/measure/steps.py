@@ -145,7 +145,7 @@ def measure_round(
     import zeromesh as zm
     from zeromesh.engine.api import engine_of
 
-    engine_of(training.model).at_rest()  # refreshes of the last step before would be counted
+    engine_of(training.model).at_rest(follow=True)  # refreshes of the last step before would be counted
     dist.barrier()
     mark()
     with zm.traffic_report(training.model, micro_batches=len(training.data)) as traffic:

@@ -63,10 +63,10 @@ class record_trace:  # used as a function that is also a context
         self._recorder.install()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         # A failed collective has been reported where it was waited for, and must not hide what ended the block.
         with suppress(RuntimeError):
-            self._engine.at_rest()
+            self._engine.at_rest(follow=kind is None)
         self._recorder.remove()
         self.steps = self._recorder.traces()
 

@@ -190,8 +190,8 @@ class traffic_report:  # used as a function that is also a context
         self._before = {name: group.recorded(self.calls.append) for name, group in groups.items()}
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._engine.at_rest()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._engine.at_rest(follow=kind is None)  # this step's refreshes count, also those that no forward has begun
         for name, record in self._before.items():
             self._engine.backend.groups[name].recorded(record)
 

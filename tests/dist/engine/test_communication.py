@@ -126,3 +126,26 @@ def test_frozen_blocks_before_all_that_trains_are_gathered_for_no_backward():
     assert len(gathers) == 2 * (6 + 1)  # again: the fourth; the last two are still there
     node = traffic.lines()[0]
     assert node.sent_bytes == node.predicted_bytes
+
+
+@on_ranks(4)
+def test_a_step_that_ends_the_report_counts_with_all_its_refreshes():
+    torch.manual_seed(0)
+    model = zm.shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), mesh_of(2, 2), "node=3,cluster=1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(2, 8)).sum().backward()
+    for _ in range(2):  # the first begins with nothing to bring up to date, the second after another step
+        with zm.traffic_report(model, micro_batches=1) as traffic:
+            optimizer.step()
+        refreshed = sum(call.sent_bytes for call in traffic.calls)
+        schedule = engine_of(model).schedule
+        assert (
+            refreshed
+            == sum(
+                step.sent_bytes
+                for placed in schedule.placed
+                for each in placed
+                for step in each.routes["refresh"].steps
+            )
+            > 0
+        )
