@@ -12,7 +12,7 @@ from zeromesh.checkpoint.states import extra_names, extra_states, set_extra_stat
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.flat import FlatShards, Place
+from zeromesh.engine.flat import FlatShards, ParamRange
 from zeromesh.engine.parts import require_one_of_a_name
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.state_dict import whole_state
@@ -74,7 +74,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     _require_match(engine, model, state)
     engine.at_rest()
     for buffer in buffers_of(engine):
-        values = torch.zeros(buffer.padded, dtype=buffer.home[0].dtype, device=buffer.device)
+        values = torch.zeros(buffer.padded, dtype=buffer.optimizer_shard[0].dtype, device=buffer.device)
         control = _control_of(engine, buffer)
         for place in buffer.places if control.rank == 0 else ():
             given = state[place.info.names[0]] if engine.control.first else torch.empty(place.global_shape)
@@ -120,15 +120,15 @@ def _control_of(engine: Engine, buffer: FlatShards) -> Control:
 
 def _gather(engine: Engine, buffer: FlatShards) -> Tensor:
     """The whole flat buffer on the first rank: zeros with each shard in place, from one of its replicas, summed."""
-    home, axes = buffer.home
-    values = torch.zeros(buffer.padded, dtype=home.dtype, device=buffer.device)
+    shard, axes = buffer.optimizer_shard
+    values = torch.zeros(buffer.padded, dtype=shard.dtype, device=buffer.device)
     sharded = {axis.name for axis in axes}
     if all(index == 0 for name, index in buffer.coordinates.items() if name not in sharded):
-        values[buffer.range_of(axes)] = home
-    return _control_of(engine, buffer).reduce(values.view(torch.uint8)).view(home.dtype)  # backends know fewer dtypes
+        values[buffer.range_of(axes)] = shard
+    return _control_of(engine, buffer).reduce(values.view(torch.uint8)).view(shard.dtype)  # backends know fewer dtypes
 
 
-def _own_part(control: Control, whole: Tensor, place: Place) -> Tensor:
+def _own_part(control: Control, whole: Tensor, place: ParamRange) -> Tensor:
     """The part of the first rank's tensor that belongs to the first rank of each mesh."""
     for group in control.beyond:
         broadcast_bytes(whole, group)

@@ -192,7 +192,7 @@ def _common(stages: Mapping[int, Sequence[Saved]]) -> frozenset[str]:
 
 def replica_of(buffer: FlatShards) -> tuple[int, int]:
     """Which of the mesh's ranks that hold the same slices this one is: (index, number of them)."""
-    held = {axis.name for axis in buffer.home[1]}
+    held = {axis.name for axis in buffer.optimizer_shard[1]}
     index, count = 0, 1
     for axis in buffer.placed.layout.axes:
         if axis.name not in held:

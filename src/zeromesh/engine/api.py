@@ -18,12 +18,12 @@ from zeromesh.engine.build import build_engine, make_control, make_homes, mesh_a
 from zeromesh.engine.chain import require_wires
 from zeromesh.engine.engine import Engine, Pipeline
 from zeromesh.engine.hooks import install_on_method
+from zeromesh.engine.lazy import Source, lazy_sources, settle
 from zeromesh.engine.lifecycle import Weight
-from zeromesh.engine.materialise import read_promised
+from zeromesh.engine.materialise import read_lazy
 from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.parts import beyond_of, require_inside, require_known_buffers
-from zeromesh.engine.promised import Source, promised_of, settle
 from zeromesh.engine.reductions import slice_norms
 from zeromesh.engine.shardable import keep_others_out, require_unwrapped
 from zeromesh.engine.spread import require_whole_buffers
@@ -83,26 +83,26 @@ def shard(
             found = join_modules(found, precision, options.bucket_bytes)
         beyond = beyond_of(spreads_of(found), mesh, meshes)
         require_wires(layouts, [module.describe(precision) for module in found], repeated_over(found, beyond))
-        return precision, layouts, found, beyond, promised_of(model)
+        return precision, layouts, found, beyond, lazy_sources(model)
 
     debug, register = (
         os.environ.get(name, "0") not in ("", "0") if given is None else given
         for name, given in (("ZEROMESH_DEBUG", options.debug), ("ZEROMESH_REGISTER", options.register))
     )
     control = make_control(mesh)
-    precision, layouts, found, beyond, promised = control.together(prepare)
+    precision, layouts, found, beyond, lazy = control.together(prepare)
     homes = make_homes(layouts, mesh, meshes, beyond, control)
     engine = build_engine(
-        model, homes, found, precision, options.init, promised=promised.keys(), debug=debug, register=register
+        model, homes, found, precision, options.init, lazy=lazy.keys(), debug=debug, register=register
     )
     watch_optimizers(engine)
     install_state_dict(model, engine)
     object.__setattr__(model, ENGINE, engine)
     give_method(model, "zero_grad", _zero_grad)
     keep_others_out(model)
-    if promised:
+    if lazy:
         buffers = [buffer for unit in engine.units for buffer in unit.buffers]
-        control.together(lambda: read_promised(model, buffers, promised), left="The model has lost its parameters")
+        control.together(lambda: read_lazy(model, buffers, lazy), left="The model has lost its parameters")
         engine.changed()
     return model
 

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from zeromesh.comm import Chain, Lane, Ticket, all_reduce_max
 from zeromesh.comm.lane import Job
 from zeromesh.engine.chain import Groups, ReduceChains, Scratch, reduce_chains, refresh_chain, unshard_chain
-from zeromesh.engine.flat import FlatShards, Homes
+from zeromesh.engine.flat import FlatShards, GradDestinations
 from zeromesh.engine.leaf import Leaf, PlainLeaf, close_leaf, open_leaf, versions_of
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.spread import local_of
@@ -280,9 +280,9 @@ class DeviceBackend:
             # No lane is at work on the unit now.
             before = buffer.reduced.clone() if reduction.add else None
             if reduction.micro:
-                homes = own.alone if reduction.alone else buffer.homes
+                destinations = own.alone if reduction.alone else buffer.destinations
                 self._collect(
-                    unit, index, own.first, homes, reduction, accumulate=reduction.accumulate and not own.micro
+                    unit, index, own.first, destinations, reduction, accumulate=reduction.accumulate and not own.micro
                 )
                 early.append(partial(_run_chain, own.micro, accumulate=reduction.accumulate))
             if reduction.boundary:
@@ -407,16 +407,16 @@ class DeviceBackend:
                 self.units[unit].buffers[index].add_in_place()
 
     def _collect(
-        self, unit: int, index: int, factor: float, to: Homes, reduction: Reduction, *, accumulate: bool
+        self, unit: int, index: int, factor: float, to: GradDestinations, reduction: Reduction, *, accumulate: bool
     ) -> None:
         """Moves the gradients that autograd has left on a buffer's leaves to where they are reduced."""
         shards, buffer = self.units[unit], self.units[unit].buffers[index]
         adds = buffer.adds
         found, used = buffer.take_grads(), shards.used[index]
-        homes, missing, grads = list[Tensor](), list[Tensor](), list[Tensor]()
-        for position, (grad, home) in enumerate(zip(found, to.parts, strict=True)):
+        destinations, missing, grads = list[Tensor](), list[Tensor](), list[Tensor]()
+        for position, (grad, destination) in enumerate(zip(found, to.parts, strict=True)):
             if grad is None:
-                missing.append(home)
+                missing.append(destination)
                 continue
             spread = buffer.places[position].info.spread
             grad = grad if spread is None else spread.local_grad(grad)
@@ -424,21 +424,21 @@ class DeviceBackend:
                 _require_unchanged(buffer.optimizer_params[position], reduction.stale)
             used[position] = True
             grad = grad.to_dense() if grad.is_sparse else grad  # which has no address
-            if adds and grad.data_ptr() == home.data_ptr():
+            if adds and grad.data_ptr() == destination.data_ptr():
                 continue
-            homes.append(home)
+            destinations.append(destination)
             grads.append(grad.detach() if grad.requires_grad else grad)  # backward(create_graph=True)
         scale = reduction.scale if buffer.placed.layout.share == 1 else None  # [Note: Weights]
         if scale == 0:  # not 0 * grad: a mean over no tokens is NaN
-            homes, missing, grads = [], [*missing, *homes], []
+            destinations, missing, grads = [], [*missing, *destinations], []
         factor *= 1.0 if scale is None else scale
         if accumulate:
             if grads:
-                torch._foreach_add_(homes, grads, alpha=factor)
+                torch._foreach_add_(destinations, grads, alpha=factor)
             return
         if missing:
             torch._foreach_zero_(missing)
-        _copy_scaled(homes, grads, factor)
+        _copy_scaled(destinations, grads, factor)
         # A slot served longer units before; their remains must not reach the padding.
         if to.gaps:
             torch._foreach_zero_(to.gaps)
@@ -461,17 +461,17 @@ def _finish(steps: Chain, buffer: FlatShards, before: Tensor | None) -> None:
         buffer.reduced.add_(before)
 
 
-def _copy_scaled(homes: list[Tensor], grads: list[Tensor], factor: float) -> None:
+def _copy_scaled(destinations: list[Tensor], grads: list[Tensor], factor: float) -> None:
     if not grads:
         return
     if factor == 1:
-        torch._foreach_copy_(homes, grads)
+        torch._foreach_copy_(destinations, grads)
         return
-    for home, grad in zip(homes, grads, strict=True):
-        if grad.dtype == home.dtype:
-            torch.mul(grad, factor, out=home)
+    for destination, grad in zip(destinations, grads, strict=True):
+        if grad.dtype == destination.dtype:
+            torch.mul(grad, factor, out=destination)
         else:
-            home.copy_(grad).mul_(factor)
+            destination.copy_(grad).mul_(factor)
 
 
 def _require_unchanged(param: ShardedParameter, generation: int) -> None:

@@ -22,14 +22,14 @@ from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install, watch_reads
+from zeromesh.engine.lazy import lacks_values
 from zeromesh.engine.materialise import Init, Materialiser
 from zeromesh.engine.parts import Home, buffers_apart, require_divided
-from zeromesh.engine.promised import lacks_values
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit, parts_of_root
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.modules import clean_name
-from zeromesh.schedule import ITEM_BYTES, LANES, Placed, Schedule, lent_axes
+from zeromesh.schedule import ITEM_BYTES, LANES, BufferLayout, Schedule, lent_axes
 from zeromesh.schedule.transfer import LaneKind
 from zeromesh.strategy import Axis, Layout
 from zeromesh.wires.format import has_triton
@@ -112,7 +112,7 @@ def build_engine(
     precision: Precision,
     init: Init | None,
     *,
-    promised: AbstractSet[str] = frozenset(),
+    lazy: AbstractSet[str] = frozenset(),
     debug: bool = False,
     register: bool = False,
 ) -> Engine:
@@ -123,7 +123,7 @@ def build_engine(
         home.control.require_aligned()
     chosen = "; ".join(f"{part} {home.layout.strategy} on {home.layout.mesh}".lstrip() for part, home in homes.items())
     control.require_same("strategy", f"{chosen}{' registered' * register}")
-    control.require_same("model", _digest(model, modules, precision, promised))
+    control.require_same("model", _digest(model, modules, precision, lazy))
     groups = _groups_of(homes)
     schedule = Schedule.of(
         homes[""].layout,
@@ -133,7 +133,7 @@ def build_engine(
         triton=has_triton(device.type),
     )
     watch_reads(modules, model.modules())
-    shards = _fill_shards(model, modules, schedule, homes, device, init, promised)
+    shards = _fill_shards(model, modules, schedule, homes, device, init, lazy)
     inline, memory = schedule.layout.strategy.overlap == "none", schedule.memory
 
     def allocate() -> tuple[dict[LaneKind, Scratch], Registration | None]:
@@ -192,7 +192,7 @@ def _agreed(lent: Mapping[str, str], layouts: Sequence[Layout], control: Control
     return {name: lent[name] for name in same if name in lent}
 
 
-def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precision, promised: AbstractSet[str]) -> str:
+def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precision, lazy: AbstractSet[str]) -> str:
     """All that decides the messages and their order: one line for each unit, parameter and buffer.
 
     Not here, since ranks may differ in it: values, devices, `init` (the first rank's counts) and `debug`.
@@ -213,7 +213,7 @@ def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precisio
         kind = "unsharded" if name in whole else "buffer"
         lines.append(f"{kind} {clean_name(name)} {tuple(tensor.shape)} {tensor.dtype}")
     # A rank that asked for them before has read them.
-    lines += [f"values of {name} unread, which all ranks read before or none" for name in sorted(promised)]
+    lines += [f"values of {name} unread, which all ranks read before or none" for name in sorted(lazy)]
     return "\n".join(lines)
 
 
@@ -232,13 +232,13 @@ def _fill_shards(
     homes: Mapping[str, Home],
     device: torch.device,
     init: Init | None,
-    promised: AbstractSet[str],
+    lazy: AbstractSet[str],
 ) -> list[UnitShards]:
     """Unit by unit, so that at most one unit is whole on any rank beside the tensors that the model already held."""
     control = homes[""].control
     coordinates = {part: home.layout.coordinates(home.control.rank) for part, home in homes.items()}
     first = any(home.control.rank == 0 for home in homes.values())
-    materialiser = Materialiser(model, modules, device, init, first, promised)
+    materialiser = Materialiser(model, modules, device, init, first, lazy)
     inside = modules_by_unit(model, modules)
     shards = list[UnitShards]()
     for module, unit, placed in zip(modules, schedule.units, schedule.placed, strict=True):
@@ -247,7 +247,7 @@ def _fill_shards(
         for each, infos in zip(placed, module.groups.values(), strict=True):
             part = each.buffer.part
             buffer = FlatShards.allocate(each, infos, coordinates[part], device)
-            if not all(lacks_values(local_of(place.original)) for place in buffer.places):  # not all are promised
+            if not all(lacks_values(local_of(place.original)) for place in buffer.places):  # not all are lazy
                 buffer.fill(_values(buffer, homes[part].control))
             buffers.append(buffer)
             _retire(buffer, unit.name)
@@ -266,11 +266,11 @@ def _fill_shards(
 
 
 def _values(buffer: FlatShards, control: Control) -> Tensor:
-    values = torch.zeros(buffer.padded, dtype=buffer.home[0].dtype, device=buffer.device)
+    values = torch.zeros(buffer.padded, dtype=buffer.optimizer_shard[0].dtype, device=buffer.device)
     for place in buffer.places:
         param = place.original
         if lacks_values(local_of(param)):
-            continue  # promised
+            continue  # lazy
         # Tensors of the meta device have come from there whole.
         own = local_of(param) if isinstance(param, DTensor) else param[place.region.index]
         values[place.start : place.stop].copy_(own.detach().flatten())
@@ -333,7 +333,7 @@ def _bind_slots(schedule: Schedule, shards: Sequence[UnitShards], device: torch.
 
 
 def _in_slot(
-    slots: Sequence[Tensor], slot: int | None, buffers: Iterable[tuple[Placed, str | None]]
+    slots: Sequence[Tensor], slot: int | None, buffers: Iterable[tuple[BufferLayout, str | None]]
 ) -> Iterator[Tensor | None]:
     """Each flat buffer's part of its unit's slot, in the dtype it has there; None for a buffer that has none."""
     start = 0

@@ -27,7 +27,7 @@ from zeromesh.collectives import runnable
 from zeromesh.comm import AxisGroup, Chain, Step, all_gather, all_reduce, reduce_scatter
 from zeromesh.comm.exchange import own_chunk
 from zeromesh.comm.quantised import check_quantisable, noise_generator, restore_kept
-from zeromesh.engine.flat import FlatShards, Homes, inside
+from zeromesh.engine.flat import FlatShards, GradDestinations, inside
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError, NotationError
 from zeromesh.schedule import FROZEN_BYTES, ITEM_BYTES, LaneKind, Route, Transfer, Unit, place
@@ -168,14 +168,15 @@ class ReduceChains:
 
     Args:
         micro, boundary: steps of the two lanes.
-        alone: where gradients that nothing is added to are copied to: [Note: Alone] of `zeromesh.schedule.placed`.
+        alone: where gradients that nothing is added to are copied to: [Note: Alone] of
+            `zeromesh.schedule.buffer_layout`.
         boundary_alone: the boundary's steps from there.
         first: factor that whoever fills the chain's source gives to it, on the way.
     """
 
     micro: Chain
     boundary: Chain
-    alone: Homes
+    alone: GradDestinations
     boundary_alone: Chain
     first: float
 
@@ -189,7 +190,7 @@ def reduce_chains(shards: FlatShards, groups: Groups, scratch: Mapping[LaneKind,
     early_scales, late_scales = scales[: len(early.steps)], scales[len(early.steps) :]
     micro = _reductions(shards, early, shards.waiting, grads, early_scales, groups, scratch["reduce"])
     boundary = _reductions(shards, late, grads, None, late_scales, groups, scratch["boundary"])
-    alone, boundary_alone = shards.homes, boundary
+    alone, boundary_alone = shards.destinations, boundary
     dtype = DTYPES[placed.collected_dtype(alone=True)]
     if dtype != shards.collected.dtype:
         # At the end of the accumulator that is apart from the first step's result, so that it may send from there;
@@ -198,7 +199,7 @@ def reduce_chains(shards: FlatShards, groups: Groups, scratch: Mapping[LaneKind,
         out, cut = own_chunk(grads, group) if step.operation == "reduce_scatter" else grads, grads.view(dtype)
         ends = cut[: shards.padded], cut[-shards.padded :]
         free = next((end for end in ends if _apart(end, out)), None)
-        region, alone = ends[0] if free is None else free, shards.homes_in(ends[0] if free is None else free)
+        region, alone = ends[0] if free is None else free, shards.destinations_in(ends[0] if free is None else free)
         sent = _reduction(shards, step, region, out, group, scratch["boundary"], late_scales[0], staged=free is None)
         boundary_alone = (sent, *boundary[1:])
     return ReduceChains(

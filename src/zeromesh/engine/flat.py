@@ -11,7 +11,8 @@
     full     all of it, in a gather slot        the compute leaves are views of it; `params` itself where that is full
     waiting  all of it, in a reduce slot        a micro-batch's gradient, on its way to
     grads    gradient shard, accumulator dtype  `.grad` shows its state shard's part; a gradient that is alone
-                                                lies in it as it is sent: [Note: Alone] of `zeromesh.schedule.placed`
+                                                lies in it as it is sent: [Note: Alone] of
+                                                `zeromesh.schedule.buffer_layout`
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from zeromesh.engine.param import ShardedParameter, Slice, leave_memory, make_sl
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ParamInfo
 from zeromesh.pieces.region import Region
-from zeromesh.schedule import FlatBuffer, Placed
-from zeromesh.schedule.placed import FEEDBACK_DTYPE
+from zeromesh.schedule import BufferLayout, FlatBuffer
+from zeromesh.schedule.buffer_layout import FEEDBACK_DTYPE
 from zeromesh.strategy import Axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ParamRange:
     """Where one parameter, or this rank's region of it, lies: `start`..`stop` of the flat buffer."""
 
     info: ParamInfo
@@ -67,7 +68,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Homes:
+class GradDestinations:
     """Where a buffer's gradients are copied to, to be reduced.
 
     Args:
@@ -92,9 +93,9 @@ class FlatShards:
         adds: whether autograd adds to the accumulator itself.
     """
 
-    placed: Placed
+    placed: BufferLayout
     coordinates: dict[str, int]
-    places: tuple[Place, ...]
+    places: tuple[ParamRange, ...]
     device: torch.device
     params: Tensor = field(init=False)
     master: Tensor | None = None
@@ -111,13 +112,13 @@ class FlatShards:
 
     @classmethod
     def allocate(
-        cls, placed: Placed, infos: Sequence[ParamInfo], coordinates: dict[str, int], device: torch.device
+        cls, placed: BufferLayout, infos: Sequence[ParamInfo], coordinates: dict[str, int], device: torch.device
     ) -> FlatShards:
         """Allocates the persistent shards, zeroed; slots come with `bind`."""
         places, start = [], 0
         for info in infos:
             region = info.region
-            places.append(Place(info=info, region=region, start=start, stop=start + region.numel))
+            places.append(ParamRange(info=info, region=region, start=start, stop=start + region.numel))
             start += info.most  # so that ranks with smaller regions cut the buffer alike
         self = cls(placed=placed, coordinates=coordinates, places=tuple(places), device=device)
         spec, held = placed.buffer, placed.persistent
@@ -170,7 +171,7 @@ class FlatShards:
         return self.range_of(self.placed.layout.param_axes)
 
     @property
-    def home(self) -> tuple[Tensor, tuple[Axis, ...]]:
+    def optimizer_shard(self) -> tuple[Tensor, tuple[Axis, ...]]:
         """The shard that the optimizer's parameters are views of (frozen ones: the parameter shard), and its axes."""
         layout = self.placed.layout
         return (self.params, layout.param_axes) if self.master is None else (self.master, layout.significant)
@@ -216,15 +217,15 @@ class FlatShards:
         return whole
 
     @cached_property
-    def homes(self) -> Homes:
+    def destinations(self) -> GradDestinations:
         """Those in `collected`."""
-        return self.homes_in(self.collected)
+        return self.destinations_in(self.collected)
 
-    def homes_in(self, whole: Tensor) -> Homes:
+    def destinations_in(self, whole: Tensor) -> GradDestinations:
         """Those in `whole`, 1-D of `padded` elements."""
         ends = [0, *(place.stop for place in self.places)]
         starts = [*(place.start for place in self.places), self.padded]
-        return Homes(
+        return GradDestinations(
             parts=[whole[place.start : place.stop].view(place.shape) for place in self.places],
             gaps=[whole[stop:start] for stop, start in zip(ends, starts, strict=True) if stop < start],
         )
@@ -234,7 +235,7 @@ class FlatShards:
         """The accumulator for autograd to add to, where that is as good as adding to it afterwards: each parameter's
         part, with a version of its own, which tells whether anything was added."""
         direct = self.waiting is None and self.collected.dtype == self.leaves[0].dtype
-        return [home.data for home in self.homes.parts] if direct else []
+        return [part.data for part in self.destinations.parts] if direct else []
 
     def add_in_place(self) -> None:
         """Has autograd add a further micro-batch's gradients to the accumulator, while it has them at hand."""
@@ -281,7 +282,7 @@ class FlatShards:
             known: further fields of `Elements`, the same for all.
             attributes: of each parameter.
         """
-        home, axes = self.home
+        shard, axes = self.optimizer_shard
         held, division = self.range_of(axes), divided(self.padded, axes)
         in_params = self.master is None or self.master_in_params
         in_leaves = bool(self.leaves) and in_params and not self.gathered
@@ -301,7 +302,7 @@ class FlatShards:
                 writes=all(group.rank() == 0 or place.info.divided(group) for group in beyond),
                 **known,
             )
-            own = home[start - held.start : stop - held.start]
+            own = shard[start - held.start : stop - held.start]
             if in_leaves:  # with the leaf's version, which autograd looks at
                 own = local_of(self.leaves[index]).detach().view(-1)[start - place.start : stop - place.start]
             param = make_slice(ShardedParameter, own, self.spec.trainable, elements=elements, **attributes)
@@ -365,7 +366,7 @@ def inside(tensor: Tensor, held: slice, wanted: slice) -> Tensor:
     return tensor[wanted.start - held.start : wanted.stop - held.start]
 
 
-def overlap(place: Place, held: slice) -> tuple[int, int]:
+def overlap(place: ParamRange, held: slice) -> tuple[int, int]:
     """The part of a parameter's range inside `held`; an empty range at the nearer end if there is none."""
     start = min(max(place.start, held.start), held.stop)
     return start, max(start, min(place.stop, held.stop))

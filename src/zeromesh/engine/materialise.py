@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.promised import Promised, Source, lacks_values
+from zeromesh.engine.lazy import LazyTensor, Source, lacks_values
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import ModuleUnit
 from zeromesh.modules import clean_name
@@ -37,7 +37,7 @@ class Materialiser:
         init: initialises one module's own parameters, in place, and buffers, also by assigning others. Default:
             Hugging Face's `_init_weights` of the nearest model around the module, else its `reset_parameters`.
         first: whether this rank is the one whose values count.
-        promised: names of tensors that get their values later; those that are sharded stay on the meta device.
+        lazy: names of tensors that get their values later; those that are sharded stay on the meta device.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Materialiser:
         device: torch.device,
         init: Init | None,
         first: bool,
-        promised: Container[str],
+        lazy: Container[str],
     ) -> None:
-        self.device, self.first, self.promised = device, first, promised
+        self.device, self.first, self.lazy = device, first, lazy
         self.error = ""
         self.cause: Exception | None = None
         self._init = init
@@ -90,18 +90,18 @@ class Materialiser:
 
     def _fresh(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, param in list(module._parameters.items()):
-            promised = self._label(module, key) in self.promised
-            if param is not None and lacks_values(param) and not (promised and id(param) in self._infos):
+            lazy = self._label(module, key) in self.lazy
+            if param is not None and lacks_values(param) and not (lazy and id(param) in self._infos):
                 made = nn.Parameter(self._empty(param), requires_grad=param.requires_grad)
                 info = self._infos.get(id(param))
                 for params, name in info.sites if info else ((module._parameters, key),):
                     params[name] = made
-                if not promised:
+                if not lazy:
                     yield key, made
         for key, buffer in module._buffers.items():
             if buffer is not None and lacks_values(buffer):
                 made_buffer = module._buffers[key] = self._empty(buffer)
-                if self._label(module, key) not in self.promised:
+                if self._label(module, key) not in self.lazy:
                     yield key, made_buffer
 
     def _empty(self, meta: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Materialiser:
         if isinstance(meta, DTensor):
             whole = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
         else:
-            whole = meta.meta() if isinstance(meta, Promised) else meta
+            whole = meta.meta() if isinstance(meta, LazyTensor) else meta
         empty = torch.empty_like(whole, device=self.device).detach()
         if empty.is_floating_point():
             return empty.fill_(torch.nan)
@@ -184,18 +184,18 @@ def _storage_bytes(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def read_promised(model: nn.Module, buffers: Iterable[FlatShards], promised: Mapping[str, Source]) -> None:
+def read_lazy(model: nn.Module, buffers: Iterable[FlatShards], lazy: Mapping[str, Source]) -> None:
     """Fills this rank's slices, and tensors that are whole on every rank.
 
     Args:
         model: sharded.
         buffers: its own.
-        promised: sources by name, as `promised_of` found them before the model was sharded.
+        lazy: sources by name, as `lazy_sources` found them before the model was sharded.
 
     Raises:
         CheckpointError: something cannot be read.
     """
-    whole = dict(promised)
+    whole = dict(lazy)
     modules = {clean_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     for buffer in buffers:
         for place, param in zip(buffer.places, buffer.optimizer_params, strict=True):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zeromesh.checkpoint.safetensors import Stored, read_headers
 from zeromesh.checkpoint.sources import Computed, Last, Tiled, joined, stacked
-from zeromesh.engine.promised import Source, promise
+from zeromesh.engine.lazy import Source, make_lazy
 from zeromesh.errors import InputError, ModelError
 from zeromesh.integrations.versions import names_of, require_attributes, require_known
 from zeromesh.modules import DTYPE_NAMES, DTYPES
@@ -71,7 +71,7 @@ def from_pretrained(
     for name, param in model.named_parameters(remove_duplicate=False):
         if name in sources:
             param._is_hf_initialized = True  # transformers then leaves it alone
-    promise(model, sources, str(location))
+    make_lazy(model, sources, str(location))
     if missing or unexpected:
         parts = [f"{what} {', '.join(names[:8])}" + " and others" * (len(names) > 8) for what, names in (
             ("begins anew with", missing), ("leaves out of the files", unexpected)) if names]  # fmt: skip

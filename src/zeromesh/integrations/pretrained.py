@@ -20,7 +20,7 @@ from transformers.generation import GenerationMixin
 from zeromesh.checkpoint.full_state import buffers_of, full_state_dict, persistent_buffers
 from zeromesh.checkpoint.huggingface import save_safetensors, written_dtype
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.flat import FlatShards, Place
+from zeromesh.engine.flat import FlatShards, ParamRange
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError
 from zeromesh.integrations.saved import is_peft
@@ -133,7 +133,7 @@ def _save_adapters(
             type(model).save_pretrained(model, save_directory, state_dict=state_dict, **options)
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, FlatShards, Place]]:
+def _named(model: nn.Module) -> Iterator[tuple[str, FlatShards, ParamRange]]:
     """Every name of every parameter, with where it lies."""
     for buffer in buffers_of(engine_of(model)):
         for place in buffer.places:

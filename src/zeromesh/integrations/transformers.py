@@ -29,8 +29,8 @@ from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.full_state import full_state_dict
 from zeromesh.checkpoint.huggingface import load_safetensors
 from zeromesh.engine.api import engine_of
+from zeromesh.engine.lazy import lacks_values
 from zeromesh.engine.optim import ELEMENTWISE, steps_elementwise
-from zeromesh.engine.promised import lacks_values
 from zeromesh.errors import CheckpointError, InputError, ModelError, OptimizerError
 from zeromesh.integrations.methods import (
     is_sharded,

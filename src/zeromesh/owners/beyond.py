@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from zeromesh.comm import make_line
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.flat import Place
+from zeromesh.engine.flat import ParamRange
 from zeromesh.engine.parts import Home
 from zeromesh.engine.spread import Spread
 from zeromesh.owners.stacks import Stacking
@@ -37,7 +37,7 @@ class Beyond:
     stacking: Stacking
 
     @classmethod
-    def of(cls, engine: Engine, home: Home, places: Iterable[Place], stacking: Stacking) -> Beyond:
+    def of(cls, engine: Engine, home: Home, places: Iterable[ParamRange], stacking: Stacking) -> Beyond:
         """Those of tensors of one layout. All ranks call this alike: they make communicators.
 
         Args:
@@ -64,17 +64,17 @@ class Beyond:
         own = layout.shard(chunks, layout.significant, layout.coordinates(home.control.rank))
         return plane * chunks + int(own.start)
 
-    def joined(self, place: Place) -> Region:
+    def joined(self, place: ParamRange) -> Region:
         """The region of a tensor that all planes hold together: all of it, unless it is divided in dimensions that the
         class does not see."""
         spread, dims = _crossed(place, self.stacking)
         return place.region if spread is None else spread.joined(dims)
 
-    def held(self, place: Place) -> tuple[tuple[int, Region], ...] | None:
+    def held(self, place: ParamRange) -> tuple[tuple[int, Region], ...] | None:
         """By plane, which copy of that it has, and what of it."""
         return tuple(self._held(place)) if self.groups else None
 
-    def _held(self, place: Place) -> Iterator[tuple[int, Region]]:
+    def _held(self, place: ParamRange) -> Iterator[tuple[int, Region]]:
         spread, dims = _crossed(place, self.stacking)
         dim_of = {_ranks(spread.mesh.get_group(dim)): dim for dim in dims} if spread is not None else {}
         along = [dim_of.get(_ranks(group)) for group in self.groups]
@@ -91,7 +91,7 @@ class Beyond:
                 yield copy, spread.part_of_joined(dims, coordinate)
 
 
-def _crossed(place: Place, stacking: Stacking) -> tuple[Spread | None, tuple[int, ...]]:
+def _crossed(place: ParamRange, stacking: Stacking) -> tuple[Spread | None, tuple[int, ...]]:
     """How a tensor is divided, and over which dimensions of its mesh in such a way that the class would see a part."""
     spread = place.info.spread
     if spread is None:

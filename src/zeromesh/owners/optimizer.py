@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from zeromesh.engine.control import Control
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.flat import Place
+from zeromesh.engine.flat import ParamRange
 from zeromesh.engine.optim import UNPROVEN, WHOLE
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.parts import Home
@@ -222,7 +222,9 @@ class OwnerOptimizer(Optimizer):
         self._number = engine.own(described, beyond.axes)
         weakref.finalize(self, _disown, self._engine, self._number)
 
-    def _require_same(self, engine: Engine, places: Sequence[Place], cost: CostOf, bucket_bytes: int | None) -> None:
+    def _require_same(
+        self, engine: Engine, places: Sequence[ParamRange], cost: CostOf, bucket_bytes: int | None
+    ) -> None:
         """Raises MismatchError, on all ranks, where they would choose other owners."""
         shapes = [tuple(place.global_shape) for place in places]
         named = zip(places, shapes, strict=True)
@@ -380,7 +382,7 @@ def _disown(reference: weakref.ref[Engine], number: int) -> None:
         engine.interpreter.adopt(engine.schedule.without_owned(number))
 
 
-def _places(engine: Engine) -> dict[ShardedParameter, tuple[Place, int, tuple[str, str]]]:
+def _places(engine: Engine) -> dict[ShardedParameter, tuple[ParamRange, int, tuple[str, str]]]:
     """Where each trained parameter lies, in a buffer of which length, and the dtypes of its gradient and values."""
     found = {}
     for buffer in (buffer for unit in engine.units for buffer in unit.buffers if buffer.spec.trainable):

@@ -6,8 +6,8 @@ and backward), `interpreter` (who carries ops out), `step` (the canonical order;
 """
 
 from zeromesh.schedule.bucket import Bucket, BucketSteps, Shipment, most_room
+from zeromesh.schedule.buffer_layout import BufferLayout, Route, place
 from zeromesh.schedule.interpreter import Interpreter
-from zeromesh.schedule.placed import Placed, Route, place
 from zeromesh.schedule.program import Op, PointKind, Schedule
 from zeromesh.schedule.state import Backward, Call, Forward, GradState, Reducing, Reduction
 from zeromesh.schedule.transfer import LANES, LaneKind, Transfer, lane_axes, lent_axes
@@ -31,6 +31,7 @@ __all__ = [
     "Backward",
     "Bucket",
     "BucketSteps",
+    "BufferLayout",
     "Call",
     "FlatBuffer",
     "Forward",
@@ -38,7 +39,6 @@ __all__ = [
     "Interpreter",
     "LaneKind",
     "Op",
-    "Placed",
     "PointKind",
     "Reducing",
     "Reduction",

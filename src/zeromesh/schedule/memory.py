@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zeromesh.schedule.placed import Persistent, Placed
+from zeromesh.schedule.buffer_layout import BufferLayout, Persistent
 from zeromesh.schedule.transfer import LANES, LaneKind, Transfer
 from zeromesh.schedule.unit import Role
 
-Buffers = Sequence[Sequence[Placed]]
-"""Placed buffers, by unit."""
+Buffers = Sequence[Sequence[BufferLayout]]
+"""BufferLayout buffers, by unit."""
 
 REDUCE_SLOTS = 1
 """Block gradients in flight, beside those that autograd leaves of the unit whose backward runs. More would only help if

@@ -44,8 +44,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from zeromesh.schedule.bucket import Bucket
+from zeromesh.schedule.buffer_layout import BufferLayout, place
 from zeromesh.schedule.memory import MemoryPlan
-from zeromesh.schedule.placed import Placed, place
 from zeromesh.schedule.unit import Role, Unit
 from zeromesh.strategy import Axis, Layout, Strategy
 
@@ -112,7 +112,7 @@ class Schedule:
     layout: Layout
     parts: Mapping[str, Layout] = field(default_factory=dict)
     units: tuple[Unit, ...]
-    placed: tuple[tuple[Placed, ...], ...] = field(repr=False)
+    placed: tuple[tuple[BufferLayout, ...], ...] = field(repr=False)
     order: tuple[int, ...]
     memory: MemoryPlan
     buckets: tuple[tuple[Bucket, ...], ...] = ()

@@ -51,7 +51,7 @@ class Reduction:
 
     @property
     def alone(self) -> bool:
-        """Whether nothing is added to them before the boundary: [Note: Alone] of `zeromesh.schedule.placed`."""
+        """Whether nothing is added to them before the boundary: [Note: Alone] of `zeromesh.schedule.buffer_layout`."""
         return self.micro and self.boundary and not self.accumulate
 
 

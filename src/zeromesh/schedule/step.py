@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, TypeVar
 
+from zeromesh.schedule.buffer_layout import Route
 from zeromesh.schedule.interpreter import Interpreter
-from zeromesh.schedule.placed import Route
 from zeromesh.schedule.program import Schedule
 from zeromesh.schedule.state import Backward, Call, Reducing, Reduction
 from zeromesh.schedule.transfer import Transfer

@@ -11,7 +11,7 @@ from typing import Literal
 from zeromesh.collectives import ByLevel
 from zeromesh.cost.collective import CollectiveCost, Operation, costs_of, one_after_another
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.schedule import LaneKind, Placed, Route, Schedule, Shipment, Transfer
+from zeromesh.schedule import BufferLayout, LaneKind, Route, Schedule, Shipment, Transfer
 from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import Work
@@ -67,7 +67,7 @@ class Chains:
             self._built[key] = tuple(work for buffer in placed for work in self._build(lane, buffer))
         return self._built[key]
 
-    def _build(self, lane: LaneKind | Literal["from_kept"], placed: Placed) -> list[Work]:
+    def _build(self, lane: LaneKind | Literal["from_kept"], placed: BufferLayout) -> list[Work]:
         match lane:
             case "from_kept":
                 return self._works(placed.from_kept, "unshard")
@@ -97,7 +97,7 @@ class Chains:
                 works += [self._single(step, kind) for step in steps]
         return works
 
-    def _accumulated(self, works: list[Work], placed: Placed) -> list[Work]:
+    def _accumulated(self, works: list[Work], placed: BufferLayout) -> list[Work]:
         """With the kernel that adds the sum to the accumulator."""
         steps = placed.routes["reduce"].steps
         adds = self.mechanics.adds(self.model.cluster.messages)

@@ -12,7 +12,7 @@ from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import UnitSpec
 from zeromesh.model.spec import CollectiveSpec
 from zeromesh.parallel import Parallel
-from zeromesh.schedule import ITEM_BYTES, Placed
+from zeromesh.schedule import ITEM_BYTES, BufferLayout
 from zeromesh.schedule.step import Phase
 from zeromesh.simulator.division import Division, Part
 from zeromesh.simulator.network import Work
@@ -101,14 +101,14 @@ class MicroBatchSeconds:
         return self.forward + self.backward
 
 
-def collecting_seconds(buffers: Iterable[Placed], compute: ComputeModel, *, alone: bool) -> tuple[float, float]:
+def collecting_seconds(buffers: Iterable[BufferLayout], compute: ComputeModel, *, alone: bool) -> tuple[float, float]:
     """In which what autograd leaves of a unit's gradients is copied to where it is reduced; and in later micro-batches,
     where it is added to the accumulator if it does not wait in a slot. The first is never the longer.
 
     Args:
         buffers: of the unit.
         compute: of the device.
-        alone: there are no later micro-batches: [Note: Alone] of `zeromesh.schedule.placed`.
+        alone: there are no later micro-batches: [Note: Alone] of `zeromesh.schedule.buffer_layout`.
     """
     first = later = 0.0
     for placed in buffers:

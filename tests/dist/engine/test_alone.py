@@ -1,5 +1,5 @@
 """What goes from where autograd leaves a gradient straight to the wire has the bits of what passes the accumulator:
-[Note: Alone] of `zeromesh.schedule.placed`."""
+[Note: Alone] of `zeromesh.schedule.buffer_layout`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.backend import DeviceBackend
 from zeromesh.engine.engine import Engine
-from zeromesh.schedule import Placed
+from zeromesh.schedule import BufferLayout
 
 NARROW = {"param_dtype": torch.bfloat16}
 CASE = Case(precision="bf16-wire", steps=2, micro_batches=1)
@@ -34,8 +34,8 @@ AXES = ("node=0,cluster=0", "node=1,cluster=0", "node=0,cluster=1", "node=1,clus
 @contextmanager
 def accumulated() -> Iterator[None]:
     """Every gradient passes the accumulator, alone or not."""
-    dtype = Placed.collected_dtype
-    with mock.patch.object(Placed, "collected_dtype", lambda self, *, alone: dtype(self, alone=False)):
+    dtype = BufferLayout.collected_dtype
+    with mock.patch.object(BufferLayout, "collected_dtype", lambda self, *, alone: dtype(self, alone=False)):
         yield
 
 

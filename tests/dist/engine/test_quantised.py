@@ -20,7 +20,7 @@ from tests.dist.pool import Pool, on_ranks
 from zeromesh.comm import Step
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import ZeromeshError
-from zeromesh.schedule import Placed
+from zeromesh.schedule import BufferLayout
 from zeromesh.wires import coded
 
 WIDTH, MICRO_BATCHES, STEPS = 48, 3, 12
@@ -128,7 +128,7 @@ REDUCTIONS = [
 """Shapes, innermost first, and quantised gradients on all axes, or on the outermost of several replicated ones."""
 
 
-def allowed(placed: Placed) -> float:
+def allowed(placed: BufferLayout) -> float:
     """How far a gradient may be off, over the largest that any rank has; `error_bound`, axis by axis.
 
     In a mean over n ranks the own chunk of each is exact, so a scatter adds (n-1)/n of a quantisation; an all-reduce

@@ -26,8 +26,8 @@ from tests.dist.integrations.hugging import (
 )
 from tests.dist.pool import kept, on_ranks
 from zeromesh.checkpoint.safetensors import Stored
+from zeromesh.engine.lazy import lacks_values
 from zeromesh.engine.param import ShardedParameter
-from zeromesh.engine.promised import lacks_values
 from zeromesh.errors import CheckpointError, InputError, MismatchError, ModelError
 
 

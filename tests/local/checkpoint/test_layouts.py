@@ -23,7 +23,7 @@ from zeromesh.checkpoint.write import Written, entries_of, files_of, write_file
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import ParamInfo, Precision
 from zeromesh.pieces.piece import Piece, share
-from zeromesh.schedule import Placed
+from zeromesh.schedule import BufferLayout
 from zeromesh.strategy import Layout
 
 MESHES = ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (1, 4), (6, 1), (3, 2), (2, 3), (1, 6))
@@ -45,7 +45,7 @@ def buffer_of(
         for i, shape in enumerate(shapes)
     ]
     spec = Precision().buffer(dtype, sum(map(prod, shapes)), trainable)
-    buffer = FlatShards.allocate(Placed.of(layout, spec), infos, layout.coordinates(rank), torch.device("cpu"))
+    buffer = FlatShards.allocate(BufferLayout.of(layout, spec), infos, layout.coordinates(rank), torch.device("cpu"))
     buffer.make_optimizer_params((), (), lambda numel, axes: None, {})
     return buffer
 

@@ -22,7 +22,7 @@ from zeromesh.comm.exchange import Channel
 from zeromesh.engine.chain import Scratch, reduce_chains, refresh_chain, unshard_chain
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import DTYPES, ParamInfo
-from zeromesh.schedule import LANES, FlatBuffer, Placed
+from zeromesh.schedule import LANES, BufferLayout, FlatBuffer
 from zeromesh.schedule.memory import workspace_by_lane
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat
@@ -79,7 +79,7 @@ def launched(strategy: str, sizes: Sequence[int]) -> dict[str, int]:
     """The most launches of a block on an axis, by direction."""
     layout = Layout.of(strategy, list(zip(NAMES, sizes, strict=False)))
     spec = FlatBuffer(numel=NUMEL, param_dtype="bf16", master_dtype="fp32", reduce_dtype="bf16")
-    placed = Placed.of(layout, spec)
+    placed = BufferLayout.of(layout, spec)
     info = ParamInfo(names=("weight",), param=nn.Parameter(torch.empty(NUMEL, device="meta")), sites=())
     coordinates = layout.coordinates(layout.world - 1)
     shards = FlatShards.allocate(placed, [info], coordinates, torch.device("cpu"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zeromesh as zm
-from zeromesh.engine.promised import lacks_values
+from zeromesh.engine.lazy import lacks_values
 from zeromesh.errors import ConfigError
 from zeromesh.train.config import ModelConfig
 from zeromesh.train.loop import build_language_model

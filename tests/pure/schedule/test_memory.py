@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.pure.schedule.test_transfers import MESH, buffer, stack
 from tests.pure.strategy.mixes import NAMES, mixes, notation
 from zeromesh.errors import InternalError
-from zeromesh.schedule import ITEM_BYTES, FlatBuffer, Placed, Role, Schedule, Unit
+from zeromesh.schedule import ITEM_BYTES, BufferLayout, FlatBuffer, Role, Schedule, Unit
+from zeromesh.schedule.buffer_layout import ALIGN_BYTES
 from zeromesh.schedule.memory import REDUCE_SLOTS
-from zeromesh.schedule.placed import ALIGN_BYTES
 from zeromesh.strategy import Layout
 
 PSI = {"7B": 6.738e9, "13B": 13.016e9, "30B": 27.57e9, "65B": 65.286e9}
@@ -60,7 +60,7 @@ def test_the_dtype_in_which_sums_wait_for_the_next_axis(strategy, reduce_dtype, 
     buffer = FlatBuffer(
         param_dtype=reduce_dtype, reduce_dtype=reduce_dtype, grad_dtype="fp32", master_dtype="fp32", numel=64
     )
-    assert Placed.of(Layout.of(strategy, [("node", 2), ("cluster", 2)]), buffer).slot_dtype == expected
+    assert BufferLayout.of(Layout.of(strategy, [("node", 2), ("cluster", 2)]), buffer).slot_dtype == expected
 
 
 @pytest.mark.parametrize("mix", mixes(3, kept=True)[::3])
@@ -164,7 +164,7 @@ def test_slots_stay_where_they_are_when_the_order_shows():
 @given(st.integers(1, 10_000))
 def test_parts_of_a_slot_are_aligned(numel):
     buffer = FlatBuffer(numel=numel, param_dtype="bf16", master_dtype="fp32")
-    placed = Placed.of(Layout.of("node=3", [("node", 2)]), buffer)
+    placed = BufferLayout.of(Layout.of("node=3", [("node", 2)]), buffer)
     for dtype, size in ITEM_BYTES.items():
         room = placed.slot_bytes(dtype)
         assert room % ALIGN_BYTES == 0 and placed.padded * size <= room < placed.padded * size + ALIGN_BYTES

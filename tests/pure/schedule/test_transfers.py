@@ -10,7 +10,7 @@ from math import prod
 import pytest
 
 from tests.pure.strategy.mixes import NAMES, mixes, notation
-from zeromesh.schedule import FlatBuffer, Placed, Role, Schedule, Transfer, Unit
+from zeromesh.schedule import BufferLayout, FlatBuffer, Role, Schedule, Transfer, Unit
 from zeromesh.schedule.step import sent_bytes_per_axis, step_transfers
 from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.strategy import Axis, Layout, Stage, Wire
@@ -20,7 +20,7 @@ MESH = (("node", 2), ("cluster", 3), ("region", 2))
 
 def routes(layout: Layout, flat: FlatBuffer) -> list[tuple[Transfer, ...]]:
     """Of unshard, refresh, reduce and boundary."""
-    placed = Placed.of(layout, flat)
+    placed = BufferLayout.of(layout, flat)
     return [placed.routes[lane].steps for lane in ("unshard", "refresh", "reduce", "boundary")]
 
 
@@ -176,7 +176,7 @@ def test_chains_grow_and_shrink_one_region(mix):
 
 def test_a_kept_copy_is_gathered_over_the_other_axes_alone():
     layout = Layout.of("node=3,cluster=3k", [("node", 2), ("cluster", 2)])
-    placed = Placed.of(layout, buffer(8))
+    placed = BufferLayout.of(layout, buffer(8))
     assert [step.axis.name for step in placed.routes["unshard"].steps] == ["cluster", "node"]
     assert [step.axis.name for step in placed.from_kept.steps] == ["node"]
 
@@ -288,7 +288,7 @@ def test_sums_by_level_over_three_axes():
     ],
 )
 def test_gradients_that_are_alone_are_as_wide_as_the_wire(strategy, changes, expected):
-    placed = Placed.of(Layout.of(strategy, MESH[:2]), buffer(100, **changes))
+    placed = BufferLayout.of(Layout.of(strategy, MESH[:2]), buffer(100, **changes))
     assert (placed.collected_dtype(alone=True), placed.collected_dtype(alone=False)) == expected
-    alone = Placed.of(Layout.of("node=1,cluster=1", [("node", 1), ("cluster", 1)]), buffer(100))
+    alone = BufferLayout.of(Layout.of("node=1,cluster=1", [("node", 1), ("cluster", 1)]), buffer(100))
     assert alone.collected_dtype(alone=True) == "fp32"  # nothing is sent

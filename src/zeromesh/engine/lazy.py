@@ -1,6 +1,6 @@
 """Values that a model has in files: each rank reads its own slices once there are shards.
 
-[Note: Promised] Whoever builds a model on the meta device may promise where the values of its tensors are. A promised
+[Note: Lazy] Whoever builds a model on the meta device may promise where the values of its tensors are. A lazy
 tensor gets no memory until it is sharded, and is neither initialised nor sent. Then every rank fills its slice, so that
 none has more than its shard. Until then it looks like a tensor of the host. Questions that need no values are answered
 without them: shapes, dtypes, copies of modules, casts. Any other function of it, and any write, first reads the whole
@@ -96,18 +96,18 @@ class _Cell:
         return self.values
 
 
-class Promised(Tensor):
-    """A tensor without memory: [Note: Promised]. Of a parameter, to everybody an `nn.Parameter`."""
+class LazyTensor(Tensor):
+    """A tensor whose values are in files still: [Note: Lazy]. A lazy parameter passes for an `nn.Parameter`."""
 
     _cell: _Cell
     _held: Tensor | None
     _is_param: bool
 
     @staticmethod
-    def of(like: Tensor, cell: _Cell) -> Promised:
+    def of(like: Tensor, cell: _Cell) -> LazyTensor:
         """Shape, dtype and flags of `like`, which is on the meta device, and values of `cell`."""
         with torch._C.DisableTorchFunctionSubclass():
-            made: Any = like.detach().as_subclass(Promised).requires_grad_(like.requires_grad)
+            made: Any = like.detach().as_subclass(LazyTensor).requires_grad_(like.requires_grad)
         made._cell, made._held, made._is_param = cell, None, isinstance(like, nn.Parameter)
         return made  # type: ignore[no-any-return]  # torch types as_subclass as Tensor
 
@@ -150,7 +150,7 @@ class Promised(Tensor):
 
     def _given(self) -> dict[str, Any]:
         """Attributes that others set on it."""
-        return {key: value for key, value in vars(self).items() if key not in Promised.__annotations__}
+        return {key: value for key, value in vars(self).items() if key not in LazyTensor.__annotations__}
 
     def meta(self) -> Tensor:
         """Its shape, dtype and strides, on the meta device."""
@@ -170,27 +170,27 @@ class Promised(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]  # Tensor's takes tensor_contents
         if self.source is None:
             return repr(self.whole)
-        return f"Promised(shape={tuple(self.shape)}, dtype={self.dtype}, source={self.source})"
+        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype}, source={self.source})"
 
-    def _lazily(self, like: Tensor) -> Promised:
+    def _lazily(self, like: Tensor) -> LazyTensor:
         """Another tensor of the same values, in the dtype of `like`."""
-        return Promised.of(like, _Cell(_in_dtype(self)))
+        return LazyTensor.of(like, _Cell(_in_dtype(self)))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         own = args[0] if args else None
-        if isinstance(own, Promised) and own._held is None:
+        if isinstance(own, LazyTensor) and own._held is None:
             act = _WITHOUT_VALUES.get(func)
             if act is not None:
                 found = act(own, func, args, kwargs)
                 if found is not NotImplemented:
                     return found
-        args, kwargs = tree_map_only(Promised, lambda each: each.whole, (args, kwargs))
+        args, kwargs = tree_map_only(LazyTensor, lambda each: each.whole, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _in_dtype(tensor: Promised) -> Source:
+def _in_dtype(tensor: LazyTensor) -> Source:
     """Its values as it shows them: the source may be of a higher precision."""
     source = tensor.source
     assert source is not None  # not read yet
@@ -200,19 +200,19 @@ def _in_dtype(tensor: Promised) -> Source:
 # Functions that need no values ----------------------------------------------------------------------------------------
 
 
-def _plainly(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
+def _plainly(own: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _shown(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
+def _shown(own: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
     """A tensor that shows the same values: a write through either is seen in both."""
-    shown = Promised.of(own.meta(), own._cell)
+    shown = LazyTensor.of(own.meta(), own._cell)
     shown._is_param = False
     return shown
 
 
-def _converted(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
+def _converted(own: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
     """In another dtype, or as it is: no parameter. Not where autograd would know of it, nor for another device."""
     if own.source is None or (torch.is_grad_enabled() and own.requires_grad):
         return NotImplemented
@@ -234,24 +234,24 @@ def _on_meta(device: str | torch.device) -> torch.device:
     return torch.device("meta") if named.type == "cpu" else named
 
 
-def _beside(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
+def _beside(own: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
     """A new tensor like it."""
     return func(own.meta(), *args[1:], **{"device": own.device, **kwargs})
 
 
-def _itself(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
+def _itself(own: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
     return own
 
 
-def _taken(own: Promised, func: Any, args: Any, kwargs: Any) -> Any:
+def _taken(own: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
     """`own.data = value`."""
     value = args[1]
-    promised = isinstance(value, Promised) and value.source is not None
-    if isinstance(value, Promised) and not promised:
+    lazy = isinstance(value, LazyTensor) and value.source is not None
+    if isinstance(value, LazyTensor) and not lazy:
         value = value.whole
-    own._cell = value._cell if promised else _Cell(None, value.detach())
+    own._cell = value._cell if lazy else _Cell(None, value.detach())
     with torch._C.DisableTorchFunctionSubclass():
-        own.data = value.meta() if promised else torch.empty_like(value, device="meta").as_subclass(Tensor)
+        own.data = value.meta() if lazy else torch.empty_like(value, device="meta").as_subclass(Tensor)
 
 
 _SIZES = """
@@ -275,11 +275,11 @@ _WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
 
 
 def lacks_values(tensor: Tensor) -> bool:
-    """Whether a tensor has none yet: promised ones, and all else on the meta device."""
-    return tensor.is_meta or (isinstance(tensor, Promised) and tensor.source is not None)
+    """Whether a tensor has none yet: lazy ones, and all else on the meta device."""
+    return tensor.is_meta or (isinstance(tensor, LazyTensor) and tensor.source is not None)
 
 
-def promise(model: nn.Module, sources: Mapping[str, Source], origin: str) -> None:
+def make_lazy(model: nn.Module, sources: Mapping[str, Source], origin: str) -> None:
     """Promises values of tensors by name; all others of the model are as fresh as any on the meta device.
 
     Args:
@@ -287,12 +287,12 @@ def promise(model: nn.Module, sources: Mapping[str, Source], origin: str) -> Non
         sources: by the names of `state_dict()`; of a tensor that has several, by one of them.
         origin: of the values, for people.
     """
-    made: dict[int, Promised] = {}
+    made: dict[int, LazyTensor] = {}
     for name, tensor in _tensors(model):
         if tensor.is_meta and (name in sources or id(tensor) not in made):
             source = sources.get(name) or _Unmade(name, tuple(tensor.shape), origin)
-            made[id(tensor)] = promised = Promised.of(tensor, _Cell(source))
-            vars(promised).update(vars(tensor))
+            made[id(tensor)] = lazy = LazyTensor.of(tensor, _Cell(source))
+            vars(lazy).update(vars(tensor))
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             tensors.update({key: made[id(t)] for key, t in tensors.items() if id(t) in made})  # type: ignore[misc]
@@ -300,22 +300,22 @@ def promise(model: nn.Module, sources: Mapping[str, Source], origin: str) -> Non
 
 
 def origin_of(module: nn.Module) -> str | None:
-    """The origin of a module's promised values, as it was given."""
+    """The origin of a module's lazy values, as it was given."""
     found: str | None = vars(module).get(_ORIGIN)
     return found
 
 
 def settle(model: nn.Module) -> None:
-    """Puts tensors in the place of those promised ones whose values were read since."""
+    """Puts tensors in the place of those lazy ones whose values were read since."""
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
-                if isinstance(tensor, Promised) and tensor.source is None:
+                if isinstance(tensor, LazyTensor) and tensor.source is None:
                     tensors[key] = tensor.whole  # type: ignore[assignment]  # a parameter where it was one
 
 
-def promised_of(model: nn.Module) -> dict[str, Source]:
-    """The promised tensors of a model, under all of their names.
+def lazy_sources(model: nn.Module) -> dict[str, Source]:
+    """The lazy tensors of a model, under all of their names.
 
     Raises:
         ModelError: a module was made on the meta device since the promise, in the place of one that has values.
@@ -323,14 +323,14 @@ def promised_of(model: nn.Module) -> dict[str, Source]:
     found: dict[str, Source] = {}
     origins = {clean_name(name): origin for name, part in model.named_modules() if (origin := origin_of(part))}
     for name, tensor in _tensors(model, persistent=True):
-        if isinstance(tensor, Promised):
+        if isinstance(tensor, LazyTensor):
             source = _in_dtype(tensor)
             found |= {} if isinstance(source, _Unmade) else {name: source}
         elif tensor.is_meta:
             for prefix, origin in origins.items():
                 if not prefix or name.startswith(f"{prefix}."):
                     raise ModelError(
-                        f"{name} is on the meta device and was not there when the model's values were promised from "
+                        f"{name} is on the meta device and was not there when the model was made with lazy values from "
                         f"{origin}, so it would begin anew: what is made since (new tokens, adapters, heads) must have "
                         f"values of its own; or load the whole model, with from_pretrained of transformers"
                     )

@@ -85,7 +85,7 @@ class Persistent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class BufferLayout:
     """A flat buffer of a unit under a layout; the same on every rank but for the ranges.
 
     Args:
@@ -115,7 +115,7 @@ class Placed:
     @classmethod
     def of(
         cls, layout: Layout, buffer: FlatBuffer, role: Role = Role.BLOCK, *, beside: Iterable[Layout] = ()
-    ) -> Placed:
+    ) -> BufferLayout:
         """Derives the rest from these three and the layouts of the unit's other buffers."""
         param = buffer.param_dtype
         padded = layout.padded(buffer.numel, ITEM_BYTES[param])
@@ -222,7 +222,7 @@ class Placed:
 
 def place(
     layout: Layout, units: Iterable[Unit], parts: Mapping[str, Layout] = MappingProxyType({})
-) -> tuple[tuple[Placed, ...], ...]:
+) -> tuple[tuple[BufferLayout, ...], ...]:
     """The buffers of each unit; equal ones, as a model's blocks have, are one value.
 
     Args:
@@ -233,8 +233,8 @@ def place(
     layouts = {"": layout, **parts}
 
     @cache
-    def placed(role: Role, buffer: FlatBuffer, beside: frozenset[str]) -> Placed:
-        return Placed.of(layouts[buffer.part], buffer, role, beside=[layouts[part] for part in beside])
+    def placed(role: Role, buffer: FlatBuffer, beside: frozenset[str]) -> BufferLayout:
+        return BufferLayout.of(layouts[buffer.part], buffer, role, beside=[layouts[part] for part in beside])
 
     def beside(unit: Unit) -> frozenset[str]:
         return frozenset(buffer.part for buffer in unit.buffers)
