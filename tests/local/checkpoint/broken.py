@@ -279,8 +279,7 @@ KINDS: dict[str, Kind] = {
         file=DATA, breaks=tensor("model.head.weight", lambda row: row.__setitem__(0, "float64")), reason="CRC-32"
     ),
     "absurd shape": Kind(
-        breaks=tensor("rng.0.torch", lambda row: row.__setitem__(1, [1 << 60])),
-        reason="cannot be a generator's state",
+        breaks=tensor("rng.0.torch", lambda row: row.__setitem__(1, [1 << 60])), reason="cannot be a generator's state"
     ),
     "too many dimensions": Kind(
         file=MANIFEST, breaks=tensor("rng.0.torch", lambda row: row.__setitem__(1, [1] * 99)), reason=STRUCTURE

@@ -16,10 +16,7 @@ from zeromesh.wires.blocks.quantiser import Quantiser
 from zeromesh.wires.target import Target
 
 FORMS = st.builds(
-    QuantFormat,
-    bits=st.sampled_from([4, 8]),
-    block=st.sampled_from([8, 32, 128]),
-    stochastic=st.booleans(),
+    QuantFormat, bits=st.sampled_from([4, 8]), block=st.sampled_from([8, 32, 128]), stochastic=st.booleans()
 )
 
 

@@ -21,10 +21,7 @@ def test_a_cell_survives_its_file():
 
 def test_strategies_of_other_levels_are_left_out():
     cells = make_cells(["node=2", "cluster=2,node=2"], ["node=3,cluster=1", "node=3"], BATCHES[:1])
-    assert [(c.topology, c.strategy) for c in cells] == [
-        ("node=2", "node=3"),
-        ("cluster=2,node=2", "node=3,cluster=1"),
-    ]
+    assert [(c.topology, c.strategy) for c in cells] == [("node=2", "node=3"), ("cluster=2,node=2", "node=3,cluster=1")]
     presets = make_cells(["node=2", "cluster=2,node=2"], ["zero3"], BATCHES[:1])
     assert [cell.strategy for cell in presets] == ["node=3", "node=3,cluster=3"]
 

@@ -15,10 +15,7 @@ TREES = st.builds(Tree, levels=st.lists(LEVELS, max_size=4), ranks_per_leaf=st.i
 
 def test_the_documented_tree():
     tree = Tree.parse("2@200mbit,2@1gbit,2")
-    assert tree.levels == (
-        LinkLevel(size=2, rate_bytes_per_s=200e6 / 8),
-        LinkLevel(size=2, rate_bytes_per_s=1e9 / 8),
-    )
+    assert tree.levels == (LinkLevel(size=2, rate_bytes_per_s=200e6 / 8), LinkLevel(size=2, rate_bytes_per_s=1e9 / 8))
     assert (tree.ranks_per_leaf, tree.num_leaves, tree.world_size) == (2, 4, 8)
     assert tree.switches == ((), (0,), (1,))
     assert [(link.name, link.level) for link in tree.links] == [

@@ -12,14 +12,7 @@ from pathlib import Path
 import pytest
 
 from zeromesh.cli.train import Ending, verdict
-from zeromesh.errors import (
-    CommunicationError,
-    ConfigError,
-    InputError,
-    MismatchError,
-    NonFiniteError,
-    OptimizerError,
-)
+from zeromesh.errors import CommunicationError, ConfigError, InputError, MismatchError, NonFiniteError, OptimizerError
 from zeromesh.integrations.elastic import EXIT_PREEMPTED, noticing_sigterm, was_asked
 from zeromesh.launch.failure import Failure
 from zeromesh.launch.processes import RankResult, local_launches, run_ranks

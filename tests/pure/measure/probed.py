@@ -21,11 +21,7 @@ def raw(latency: float = 1e-4, *, loaded: float = 1.0, spread: float = 1.0) -> d
     levels = {
         name: {
             "backend": "gloo",
-            "timings": {
-                "all_gather": times(rate),
-                "reduce_scatter": times(rate),
-                "all_reduce": times(1.5 * rate),
-            },
+            "timings": {"all_gather": times(rate), "reduce_scatter": times(rate), "all_reduce": times(1.5 * rate)},
             "beside": {name: {"10000": [2e-3] * 6} for name in ("all_gather", "reduce_scatter", "all_reduce")},
             "host_s_per_byte": 1e-9,
             "host_call_s": 0.0,

@@ -14,14 +14,7 @@ def small_model(layers: int = 4, hidden: int = 512, *, tied: bool = False) -> Mo
     """A Llama of a few blocks."""
     return build(
         TransformerShape(
-            name="small",
-            family="llama",
-            hidden=hidden,
-            layers=layers,
-            heads=8,
-            ffn=3 * hidden,
-            vocab=2048,
-            tied=tied,
+            name="small", family="llama", hidden=hidden, layers=layers, heads=8, ffn=3 * hidden, vocab=2048, tied=tied
         )
     )
 
@@ -40,14 +33,7 @@ def model_of_root() -> ModelSpec:
     """Whose root, positions that are learned, is larger than a block."""
     return build(
         TransformerShape(
-            name="positions",
-            family="gpt2",
-            hidden=256,
-            layers=2,
-            heads=8,
-            ffn=1024,
-            vocab=2048,
-            max_positions=32768,
+            name="positions", family="gpt2", hidden=256, layers=2, heads=8, ffn=1024, vocab=2048, max_positions=32768
         )
     )
 
@@ -92,10 +78,5 @@ def small_cluster(*sizes: int, memory_bytes: float = 8e9, outer_bytes_per_s: flo
         )
         for index, size in enumerate(sizes)
     ]
-    device = Device(
-        name="small",
-        memory_bytes=memory_bytes,
-        peak_flops={"bf16": 50e12},
-        memory_bytes_per_s=1e12,
-    )
+    device = Device(name="small", memory_bytes=memory_bytes, peak_flops={"bf16": 50e12}, memory_bytes_per_s=1e12)
     return Cluster(name="small", device=device, levels=tuple(levels))

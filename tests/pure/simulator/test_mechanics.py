@@ -1,19 +1,26 @@
 """What the engines of published tables do differently, seen from outside."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest
 
-from zeromesh.cluster import Cluster, Device, Level, preset
+from tests.pure.planner.setups import small_model
+from zeromesh.cluster import Cluster, Device, Level, find_cluster, preset
 from zeromesh.collectives.ho_ring.cost import overlapped_cost
+from zeromesh.cost import default_constants
 from zeromesh.cost.compute import ComputeModel
-from zeromesh.cost.constants import default_constants
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import preset as model_preset
+from zeromesh.parallel import Parallel
 from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit
 from zeromesh.schedule.memory import part_numel
-from zeromesh.simulator import FixedWorkload, find_engine, simulate
+from zeromesh.simulator import FixedWorkload, Mechanics, Simulation, find_engine, simulate
 from zeromesh.simulator.chains import Chains
+from zeromesh.simulator.clock import ClockBackend, HostSeconds
+from zeromesh.simulator.division import Division
+from zeromesh.simulator.run import Setup
 from zeromesh.strategy import Layout
 
 A800 = preset("a800-8x-hdr")
@@ -23,34 +30,31 @@ LLAMA = model_preset("llama-7b")
 WORK = FixedWorkload(seq_len=4096, global_batch_tokens=4096 * 64)
 
 
-def collectives(engine, strategy, workload=WORK) -> set[tuple[str, str]]:
-    trace = simulate(LLAMA, A800.take(64), strategy, workload, engine=engine, record=True).trace
-    assert trace is not None
-    return {(event.axis or "", event.name) for event in trace.events if event.kind == "communicate"}
-
-
-def test_ours_goes_axis_by_axis():
-    assert collectives("zeromesh", "node=3,cluster=3") == {
-        ("node", "unshard all_gather"),
-        ("cluster", "unshard all_gather"),
-        ("node", "reduce reduce_scatter"),
-        ("cluster", "reduce reduce_scatter"),
+@pytest.mark.parametrize(
+    ("engine", "strategy", "expected"),
+    [
+        # Ours goes axis by axis, and sums over several replicated levels level by level; others at once.
+        ("zeromesh", "node=3,cluster=3", "node gather, cluster gather, node reduce, cluster reduce"),
+        ("zeromesh", "node=0,cluster=0", "node reduce, cluster sum, node reduce gather"),
+        ("fsdp", "node=3,cluster=3", "node+cluster gather, node+cluster reduce"),
+        ("fsdp", "node=3,cluster=0", "node gather, node reduce, cluster sum"),
+        ("amsp", "node=1,cluster=0", "node+cluster sum, node broadcast"),  # from owners
+        *((engine, "node=0,cluster=0", "node+cluster sum") for engine in ("fsdp", "deepspeed", "amsp")),
+    ],
+)
+def test_collectives_of_an_engine(engine, strategy, expected):
+    names = {
+        "gather": "unshard all_gather",
+        "reduce": "reduce reduce_scatter",
+        "sum": "reduce all_reduce",
+        "reduce gather": "reduce all_gather",
+        "broadcast": "refresh broadcast",
     }
-
-
-def test_fsdp_gathers_over_its_whole_group():
-    assert collectives("fsdp", "node=3,cluster=3") == {
-        ("node+cluster", "unshard all_gather"),
-        ("node+cluster", "reduce reduce_scatter"),
-    }
-    assert ("cluster", "reduce all_reduce") in collectives("fsdp", "node=3,cluster=0")
-
-
-def test_amsp_reduces_to_all_and_broadcasts_from_owners():
-    assert collectives("amsp", "node=1,cluster=0") == {
-        ("node+cluster", "reduce all_reduce"),
-        ("node", "refresh broadcast"),
-    }
+    found = simulate(LLAMA, A800.take(64), strategy, WORK, engine=engine, record=True)
+    assert found.trace is not None and found.strategy == strategy
+    events = {(event.axis, event.name) for event in found.trace.events if event.kind == "communicate"}
+    pairs = (each.split(" ", 1) for each in expected.split(", "))
+    assert events == {(axis, names[name]) for axis, name in pairs}
 
 
 def test_a_flat_ring_sends_no_less_than_its_share_on_each_axis():
@@ -70,17 +74,6 @@ def test_a_strategys_collective_option_is_honoured():
     assert joint == paired == {"node+cluster"}
     assert in_turn == {"node", "cluster"}  # as the engine does where ranks exchange no messages
     assert ho_ring.axes[1].bytes_sent_per_device < flat.axes[1].bytes_sent_per_device * 1.01
-
-
-def test_several_replicated_levels_are_summed_over_by_level_by_us_and_at_once_by_others():
-    assert collectives("zeromesh", "node=0,cluster=0") == {
-        ("node", "reduce reduce_scatter"),
-        ("cluster", "reduce all_reduce"),
-        ("node", "reduce all_gather"),
-    }
-    for engine in ("fsdp", "deepspeed", "amsp"):
-        assert collectives(engine, "node=0,cluster=0") == {("node+cluster", "reduce all_reduce")}
-        assert simulate(LLAMA, A800.take(64), "node=0,cluster=0", WORK, engine=engine).strategy == "node=0,cluster=0"
 
 
 def test_overlapped_reductions_have_the_slices_that_the_engine_has():
@@ -106,17 +99,12 @@ def test_overlapped_reductions_have_the_slices_that_the_engine_has():
 
 
 def test_overlap_can_be_taken_away_piece_by_piece():
-    whole = find_engine("amsp")
-    variants = [
-        whole,
-        replace(whole, overlap_refresh=False),
-        replace(whole, overlap_refresh=False, overlap_boundary=False),
-        replace(whole, overlap_refresh=False, overlap_boundary=False, overlap_gather=False, overlap_reduce=False),
-    ]
-    steps = [
-        simulate(LLAMA, A800.take(64), "node[4]=3,node[2]=1,cluster=0", WORK, engine=mechanics).step_s
-        for mechanics in variants
-    ]
+    taken: dict[str, bool] = {}
+    steps = []
+    for less in ([], ["refresh"], ["boundary"], ["gather", "reduce"]):
+        taken |= {f"overlap_{kind}": False for kind in less}
+        engine = replace(find_engine("amsp"), **taken)
+        steps.append(simulate(LLAMA, A800.take(64), "node[4]=3,node[2]=1,cluster=0", WORK, engine=engine).step_s)
     assert steps == sorted(steps)
     assert steps[3] > steps[0] * 1.1
 
@@ -175,3 +163,77 @@ def test_a_device_that_stands_still_for_the_host_does_so_at_each_gather(strategy
     ]
     forward_and_back = (32 * 5 + 2 * 3 + 1) + 30 * 5  # the last two blocks are still there
     assert steps[1] - steps[0] == pytest.approx(1e-3 * forward_and_back * WORK.micro_batches(64), rel=0.02)
+
+
+CLUSTER = find_cluster("a800-8x-hdr").take(16)
+OURS = find_engine("zeromesh")
+
+
+def simulated(
+    strategy: str,
+    issue_s: float,
+    cluster: Cluster = CLUSTER,
+    *,
+    micro_batches: int = 3,
+    record: bool = False,
+    engine: Mechanics = OURS,
+) -> Simulation:
+    constants = default_constants().at("host_issue_s", issue_s)
+    work = FixedWorkload(seq_len=512, global_batch_tokens=512 * cluster.world * micro_batches)
+    return simulate(small_model(12), cluster, strategy, work, engine=engine, constants=constants, record=record)
+
+
+def stood_still(simulation: Simulation) -> float:
+    return sum(seconds for axes, _, seconds in simulation.exposed if axes == "host")
+
+
+def test_a_host_is_ahead_of_its_device_by_what_is_queued_and_no_more() -> None:
+    clock = backend(HostSeconds(issue=0.25, ahead=1.0))
+    clock.begin_step()
+    clock.unshard(1, from_kept=False, after=None)
+    assert clock.now_s == 0.25  # abreast as the step begins
+    clock.compute("forward", 1, 10.0)
+    begun_s = clock.now_s
+    for expected_s in (0.0, 0.0, 0.0, 0.0, 0.25, 0.5):
+        clock.unshard(1, from_kept=False, after=None)
+        assert clock.now_s - begun_s == pytest.approx(expected_s)
+    assert clock.totals.exposed_s["host", "issue"] == pytest.approx(0.75)
+
+
+def backend(host: HostSeconds) -> ClockBackend:
+    work = FixedWorkload(seq_len=512, global_batch_tokens=512 * 16)
+    division = Division.of(small_model(4), CLUSTER, Parallel(), seq_len=512)
+    setup = Setup.of(division, division.parts[0], "node=3,cluster=1", work, "zeromesh", None)
+    names = tuple(unit.name for unit in setup.schedule.units)
+    chains = Chains(setup.schedule, setup.mechanics, setup.transfers)
+    return ClockBackend(chains, setup.mechanics, names, record=False, host=host)
+
+
+@pytest.mark.parametrize("engine", [OURS, replace(OURS, overlap_boundary=False)], ids=["overlapping", "deferring"])
+@pytest.mark.parametrize("strategy", ["node=0", "node=1", "node=2", "node=3", "node=3d"])
+def test_a_step_takes_as_long_as_its_host(strategy: str, engine: Mechanics) -> None:
+    """Where nothing else takes long: of all transfers of the step."""
+    node = CLUSTER.take(8)
+    before, short = (simulated(f"{strategy},cluster=0", issue_s, node, engine=engine) for issue_s in (0.0, 1e-6))
+    assert stood_still(before) == 0.0
+    assert before.step_s <= short.step_s <= before.step_s + 50e-6
+    long = simulated(f"{strategy},cluster=0", 0.1, node, record=True, engine=engine)
+    assert long.trace is not None
+    sent = sum(event.kind == "communicate" for event in long.trace.events)  # one a transfer, on one level
+    assert sent * 0.1 <= long.step_s <= sent * 0.1 + before.step_s
+    assert stood_still(long) == pytest.approx(sent * 0.1, rel=0.02)
+
+
+def test_large_units_hide_their_host() -> None:
+    """All but what is issued before the first of them computes: the first gathers."""
+    work = FixedWorkload(seq_len=4096, global_batch_tokens=4096 * 16 * 8)
+    steps = [
+        simulate(LLAMA, CLUSTER, "node=3,cluster=3", work, constants=default_constants().at(*host))
+        for host in (("host_issue_s", 0.0), ("host_issue_s", 1e-3))
+    ]
+    assert steps[0].step_s < steps[1].step_s < steps[0].step_s + 5e-3
+
+
+def test_a_processor_issues_to_itself() -> None:
+    processor = replace(CLUSTER, device=replace(CLUSTER.device, cores=1.0))
+    assert simulated("node=3,cluster=1", 0.1, processor) == simulated("node=3,cluster=1", 0.0, processor)

@@ -67,10 +67,7 @@ def test_print_is_the_inverse_of_parse(text):
 def test_a_strategy_built_from_its_values_is_equal(text):
     strategy = parse(text)
     rebuilt = Strategy(
-        axes=strategy.axes,
-        collective=strategy.collective,
-        overlap=strategy.overlap,
-        prefetch=strategy.prefetch,
+        axes=strategy.axes, collective=strategy.collective, overlap=strategy.overlap, prefetch=strategy.prefetch
     )
     assert rebuilt == strategy
     assert parse(strategy) is strategy

@@ -50,11 +50,7 @@ def test_each_epoch_uses_each_sample_once(samples: int, batch: int, steps: int) 
 
 
 @given(
-    samples=sizes,
-    batch=st.integers(1, 40),
-    micro=st.integers(1, 5),
-    world=st.integers(1, 9),
-    step=st.integers(0, 50),
+    samples=sizes, batch=st.integers(1, 40), micro=st.integers(1, 5), world=st.integers(1, 9), step=st.integers(0, 50)
 )
 def test_ranks_share_out_the_global_batch_exactly(samples: int, batch: int, micro: int, world: int, step: int) -> None:
     sampler = make(num_samples=samples, global_sequences=batch, micro=micro, world=world)
