@@ -3,134 +3,102 @@
 from __future__ import annotations
 
 import json
-import sys
 from math import prod
 
 import pytest
 
 from bench.__main__ import app as bench_app
 from tests.pure.measure.probed import raw
-from zeromesh.cli.app import main
 from zeromesh.cli.app import run as run_command
 from zeromesh.cli.measuring import mesh_of
 from zeromesh.cluster import parse_cluster
 
 
-def bench() -> None:
-    run_command(bench_app)
-
-
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path):
     """No torchrun around the tests, and nothing left in the working directory."""
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "SLURM_STEP_NUM_TASKS",
-        "OMPI_COMM_WORLD_SIZE",
-    ):
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE SLURM_STEP_NUM_TASKS OMPI_COMM_WORLD_SIZE"
+    for name in names.split():
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 
 
-def run(monkeypatch, *arguments: str, command=main) -> int:
-    monkeypatch.setattr(sys, "argv", ["zeromesh", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        command()
-    return int(ended.value.code or 0)
+@pytest.fixture
+def bench(zeromesh):
+    return lambda *arguments: zeromesh(*arguments, main=lambda: run_command(bench_app))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "arguments", "message"),
     [
-        (("probe", "--ranks", "1"), "links need at least 2 ranks"),
-        (("probe", "--ranks", "-2"), "--ranks must be at least 1, got -2"),
-        (("probe", "--mesh", "4"), "expected sizes by axis name"),
-        (("probe", "--mesh", "node=2", "--ranks", "2"), "--mesh or --ranks, not both"),
-        (("probe", "--ranks", "2", "--rounds", "3"), "at least 4 rounds, got 3"),
-        (("selftest", "--steps", "0"), "--steps must be at least 1"),
+        ("zeromesh", "probe --ranks 1", "links need at least 2 ranks"),
+        ("zeromesh", "probe --ranks -2", "--ranks must be at least 1, got -2"),
+        ("zeromesh", "probe --mesh 4", "expected sizes by axis name"),
+        ("zeromesh", "probe --mesh node=2 --ranks 2", "--mesh or --ranks, not both"),
+        ("zeromesh", "probe --ranks 2 --rounds 3", "at least 4 rounds, got 3"),
+        ("zeromesh", "selftest --steps 0", "--steps must be at least 1"),
+        ("bench", "--steps 0", "at least 1 step"),
+        ("bench", "2,2", "expected sizes by axis name"),
+        ("bench", "--dtype fp16", "dtype must be one of fp32, bf16"),
+        ("bench", "--model 70M", "unknown model size '70M'; did you mean 7M"),
+        ("bench", "--accumulation 0", "micro_batches must be at least 1"),
+        ("bench", "--strategy node=4 node=2", "stage"),
+        ("bench", "node=2 --output nowhere/bench.json", "nowhere is no folder"),
     ],
 )
-def test_wrong_input_is_one_message(monkeypatch, capsys, arguments, message):
-    assert run(monkeypatch, *arguments) == 2
-    printed = capsys.readouterr().err
-    assert message in printed and "Traceback" not in printed
+def test_wrong_input_is_one_message(request, command, arguments, message):
+    code, _, error = request.getfixturevalue(command)(*arguments.split())
+    assert code == 2
+    assert message in error.replace("\n", "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--steps", "0"), "at least 1 step"),
-        (("2,2",), "expected sizes by axis name"),
-        (("--dtype", "fp16"), "dtype must be one of fp32, bf16"),
-        (("--model", "70M"), "unknown model size '70M'; did you mean 7M"),
-        (("--accumulation", "0"), "micro_batches must be at least 1"),
-        (("--strategy", "node=4", "node=2"), "stage"),
-        (("node=2", "--output", "nowhere/bench.json"), "nowhere is no folder"),
-    ],
-)
-def test_wrong_input_of_a_bench_is_one_message(monkeypatch, capsys, arguments, message):
-    assert run(monkeypatch, *arguments, command=bench) == 2
-    printed = capsys.readouterr().err
-    assert message in printed.replace("\n", "") and "Traceback" not in printed
-
-
-def test_ranks_of_a_torchrun_say_it_once(monkeypatch, capsys):
+def test_ranks_of_a_torchrun_say_it_once(monkeypatch, zeromesh, bench):
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    assert run(monkeypatch, "probe", "--mesh", "node=2") == 2
-    assert not capsys.readouterr().err
+    code, _, error = zeromesh("probe", "--mesh", "node=2")
+    assert code == 2 and not error
     monkeypatch.setenv("RANK", "0")
-    assert run(monkeypatch, "probe", "--mesh", "node=2") == 2
-    assert "has 2 ranks; 4 are there" in capsys.readouterr().err
-    assert run(monkeypatch, "probe", "--ranks", "2") == 2
-    assert "torchrun brings its own" in capsys.readouterr().err
-    assert run(monkeypatch, "node=2", "--model", "tiny", command=bench) == 2
-    assert "leave torchrun out" in capsys.readouterr().err
+    for command, arguments, message in (
+        (zeromesh, "probe --mesh node=2", "has 2 ranks; 4 are there"),
+        (zeromesh, "probe --ranks 2", "torchrun brings its own"),
+        (bench, "node=2 --model tiny", "leave torchrun out"),
+    ):
+        code, _, error = command(*arguments.split())
+        assert code == 2 and message in error
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("look", 0), ("failed", 1)])
-def test_a_failed_check_is_an_exit_code(monkeypatch, capsys, tmp_path, status, code):
+def test_a_failed_check_is_an_exit_code(monkeypatch, zeromesh, tmp_path, status, code):
     from zeromesh.measure import selftest
 
-    environment = {
-        "zeromesh": "1",
-        "torch": "2",
-        "device": "cpu",
-        "backend": "gloo",
-        "mesh": "node=2",
-        "hosts": {"a": 2},
-    }
-    checks = (
-        selftest.Check(name="parity", status="ok", detail="same"),
-        selftest.Check(name="links", status=status, detail="slow"),
-    )
+    environment = {"zeromesh": "1", "torch": "2", "device": "cpu", "backend": "gloo", "mesh": "node=2"}
+    found = (("parity", "ok", "same"), ("links", status, "slow"))
+    checks = tuple(selftest.Check(name=name, status=status, detail=detail) for name, status, detail in found)
+    environment |= {"hosts": {"a": 2}}
     result = selftest.Result(environment=environment, checks=checks, seconds=1.0, cluster="", raw={})
     monkeypatch.setattr(selftest, "selftest", lambda *_, **__: result)
-    assert run(monkeypatch, "selftest", "--ranks", "2", "-o", "found.json") == code
-    printed = capsys.readouterr().out
+    ended, printed, _ = zeromesh("selftest", "--ranks", "2", "-o", "found.json")
+    assert ended == code
     assert "links" in printed and str(tmp_path / "found.json") in printed.replace("\n", "")
 
 
 @pytest.mark.parametrize(("loaded", "spread"), [(3.0, 1.0), (1.0, 3.0)])
-def test_a_probe_that_cannot_be_trusted_is_shown_and_refused(monkeypatch, capsys, tmp_path, loaded, spread):
+def test_a_probe_that_cannot_be_trusted_is_shown_and_refused(monkeypatch, zeromesh, tmp_path, loaded, spread):
     from zeromesh.measure import probe
 
     monkeypatch.setattr(probe, "on_all_ranks", lambda *_, **__: raw(loaded=loaded, spread=spread))
     arguments = ("probe", "--mesh", "cluster=2,node=2", "-o", "here.toml")
-    assert run(monkeypatch, *arguments) == 2
-    printed = capsys.readouterr()
-    assert "all_gather" in printed.out and not (tmp_path / "here.toml").exists()
-    assert "all_gather over node (2 ranks): the first and the second half" in printed.err
-    assert run(monkeypatch, *arguments, "--accept-noise") == 0
+    code, out, error = zeromesh(*arguments)
+    assert code == 2
+    assert "all_gather" in out and not (tmp_path / "here.toml").exists()
+    assert "all_gather over node (2 ranks): the first and the second half" in error
+    assert zeromesh(*arguments, "--accept-noise")[0] == 0
     assert (tmp_path / "here.toml").exists()
-    assert run(monkeypatch, *arguments[:-1], "nowhere/here.toml", "--accept-noise") == 2
-    assert "nowhere is no folder" in capsys.readouterr().err.replace("\n", "")
+    code, _, error = zeromesh(*arguments[:-1], "nowhere/here.toml", "--accept-noise")
+    assert code == 2 and "nowhere is no folder" in error.replace("\n", "")
 
 
-def test_levels_that_ranks_find_are_written_with_their_sources(monkeypatch, capsys, tmp_path):
+def test_levels_that_ranks_find_are_written_with_their_sources(monkeypatch, zeromesh, tmp_path):
     from zeromesh.measure import probe
 
     found = {
@@ -145,9 +113,9 @@ def test_levels_that_ranks_find_are_written_with_their_sources(monkeypatch, caps
         return raw() | {"found": found}
 
     monkeypatch.setattr(probe, "on_all_ranks", measured)
-    assert run(monkeypatch, "probe", "--ranks", "4", "-o", "here.toml") == 0
+    code, printed, _ = zeromesh("probe", "--ranks", "4", "-o", "here.toml")
+    assert code == 0
     assert asked == [("zeromesh.measure.probe:measure", True, {"node": 4})]
-    printed = capsys.readouterr().out
     assert "node: hosts of the ranks" in printed and "not found: SLURM names no switches" in printed
     text = (tmp_path / "here.toml").read_text()
     assert text.startswith("# not found: SLURM names no switches")
@@ -159,15 +127,15 @@ def test_levels_that_ranks_find_are_written_with_their_sources(monkeypatch, caps
 @pytest.mark.parametrize(
     ("count", "rank"), [("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")]
 )
-@pytest.mark.parametrize("arguments", [("selftest",), ("selftest", "--mesh", "node=8"), ("probe",)])
-def test_processes_that_do_not_know_of_each_other_start_nothing(monkeypatch, capsys, tmp_path, arguments, count, rank):
+def test_processes_that_do_not_know_of_each_other_start_nothing(monkeypatch, zeromesh, tmp_path, count, rank):
     """`srun -n 8 zeromesh selftest` would be eight tests of one machine each."""
-    monkeypatch.setenv(count, "8")
-    assert run(monkeypatch, *arguments) == 2
-    assert f"set RANK=${rank} WORLD_SIZE=${count}" in capsys.readouterr().err.replace("\n", " ")
-    assert not any(tmp_path.iterdir())
-    monkeypatch.setenv(count, "1")
-    assert mesh_of("node=8", 0) == {"node": 8}
+    for arguments in ("selftest", "selftest --mesh node=8", "probe"):
+        monkeypatch.setenv(count, "8")
+        code, _, error = zeromesh(*arguments.split())
+        assert code == 2 and f"set RANK=${rank} WORLD_SIZE=${count}" in error.replace("\n", " ")
+        assert not any(tmp_path.iterdir())
+        monkeypatch.setenv(count, "1")
+        assert mesh_of("node=8", 0) == {"node": 8}
 
 
 def test_ranks_that_are_started_here_are_one_for_each_device(monkeypatch):
@@ -177,17 +145,14 @@ def test_ranks_that_are_started_here_are_one_for_each_device(monkeypatch):
         assert prod(mesh_of("", 0).values()) == ranks
 
 
-def test_overlap_of_the_ablation(monkeypatch, capsys):
+def test_overlap_of_the_ablation(zeromesh):
     """AMSP's: the less is hidden, the longer the step; the bytes are the same."""
-    setting = ("--model", "gpt2", "--cluster", "a100-8x-100g", "--world", "16", "--seq-len", "512")
-    batch = ("--global-batch-tokens", "65536", "--micro-batch", "4", "--strategy", "zero3", "--json")
-    found = []
-    for overlap in ("none", "gather", "all"):
-        assert run(monkeypatch, "simulate", *setting, *batch, "--overlap", overlap) == 0
-        found.append(json.loads(capsys.readouterr().out))
+    setting = "simulate --model gpt2 --cluster a100-8x-100g --world 16 --seq-len 512 --global-batch-tokens 65536"
+    setting += " --micro-batch 4 --strategy zero3 --json --overlap"
+    found = [json.loads(zeromesh(*setting.split(), overlap)[1]) for overlap in ("none", "gather", "all")]
     exposed = [one["exposed_comm_s"] for one in found]
     assert exposed[0] > exposed[1] > exposed[2]
     assert [one["step_s"] for one in found] == sorted((one["step_s"] for one in found), reverse=True)
     assert found[0]["axes"] == found[2]["axes"]
-    assert run(monkeypatch, "simulate", *setting, *batch, "--overlap", "some") == 2
-    assert "--overlap must be one of all, gather, none" in capsys.readouterr().err
+    code, _, error = zeromesh(*setting.split(), "some")
+    assert code == 2 and "--overlap must be one of all, gather, none" in error

@@ -8,15 +8,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zeromesh.cli.app import main
 from zeromesh.errors import InputError
 from zeromesh.files import MAX_BYTES, read_text
 from zeromesh.train.config import load_config
@@ -27,8 +24,7 @@ name = "c"
 name = "d"
 memory = "80 GB"
 cores = 2.0
-[device.peak]
-bf16 = "312 TFLOP/s"
+peak.bf16 = "312 TFLOP/s"
 [[level]]
 name = "node"
 size = 8
@@ -37,18 +33,9 @@ latency = "6 us"
 host_rate = "1.2 GB/s"
 shares = { all_reduce = 1.3 }
 """
-MODEL = {
-    "model_type": "mixtral",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 128,
-    "vocab_size": 1000,
-    "num_local_experts": 4,
-    "sliding_window": 32,
-    "tie_word_embeddings": False,
-}
+MODEL = {"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODEL |= {"num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 1000, "num_local_experts": 4}
+MODEL |= {"sliding_window": 32, "tie_word_embeddings": False}
 RUN = """
 strategy = "node=3"
 mesh = { node = 2 }
@@ -72,34 +59,19 @@ betas = [0.9, 0.95]
 DIGITS = "9" * 5000
 VALUES = (
     *("0", "-1", "1e30", "1e999", "-inf", "nan", "9" * 18, "9" * 30, DIGITS, "true", "null", "[]", "{}", '""', "0x_"),
-    *(
-        '"~nosuchuser/x"',
-        '"\\u0000"',
-        '"9e999 GB"',
-        '"int8[9]"',
-        f'"node[{DIGITS}]=3"',
-        f'"{DIGITS}"',
-        '"' + "x/" * 3000,
-    ),
+    *('"~nosuchuser/x"', '"\\u0000"', '"9e999 GB"', '"int8[9]"', f'"node[{DIGITS}]=3"', f'"{DIGITS}"'),
     *("[" * 5000, "[" * 200 + "]" * 200, "{a=" * 3000 + "1" + "}" * 3000, "\udcff", '"' + "é" * 300 + '"', "[[[[1]]]]"),
+    '"' + "x/" * 3000,
 )
+
+
 Answer = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Answer:
-    """Exit code and complaint of a command; what it raises otherwise would be a traceback, and fails the test."""
-
-    def run(*arguments: str | Path) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["zeromesh", *map(str, arguments)])
-        start = time.monotonic()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert time.monotonic() - start < 200, arguments
-        code = ended.value.code
-        return (code if isinstance(code, int) else 0 if code is None else 1), capsys.readouterr().err
-
-    return run
+def answer(zeromesh: Callable[..., tuple[int, str, str]]) -> Answer:
+    """Exit code and complaint of a command."""
+    return lambda *arguments: zeromesh(*arguments)[::2]  # type: ignore[return-value]
 
 
 def simulate(answer: Answer, model: str | Path, cluster: str | Path, strategy: str = "node=3") -> tuple[int, str]:
@@ -127,11 +99,10 @@ def mutated(draw: random.Random, text: str, mark: str) -> bytes:
 
 def reached(code: int, error: str) -> None:
     assert code in (0, 2), error
-    assert "Traceback" not in error
     assert code == 0 or error.startswith("zeromesh: "), error
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_clusters_and_models(answer: Answer, tmp_path: Path, seed: int) -> None:
     draw, file = random.Random(seed), tmp_path / "cluster.toml"
     model, good = tmp_path / "config.json", tmp_path / "good.toml"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,16 +19,16 @@ from tests.pure.planner.setups import (
     small_cluster,
     small_model,
 )
-from zeromesh.cluster import Kernel, find_cluster
+from zeromesh.cluster import Cluster, Kernel, find_cluster
 from zeromesh.cost import default_constants
-from zeromesh.model import Recomputation, preset, with_trainable
+from zeromesh.model import ModelSpec, Recomputation, preset, with_trainable
 from zeromesh.planner import Workload
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Evaluator
 from zeromesh.planner.fixed import choices
 from zeromesh.planner.space import Space
 from zeromesh.schedule import BUCKET_BYTES
-from zeromesh.simulator import ENGINES, find_engine, simulate
+from zeromesh.simulator import ENGINES, Simulation, find_engine, simulate
 from zeromesh.strategy import Strategy
 
 MODELS = {
@@ -43,6 +45,28 @@ MODELS = {
 OURS = find_engine("zeromesh")
 BARE = replace(OURS, workspace=False)
 """Bounds of memory leave the collectives' workspace out, which is larger here than what they could be off by."""
+WIDE, SMALL_16 = MODELS["wide"], small_cluster(4, 4)
+
+
+def of_16(micro_batches: int = 1, **fields: Any) -> Workload:
+    return Workload(seq_len=256, global_batch_tokens=256 * 16 * micro_batches, **fields)
+
+
+def compared(
+    bounds: Bounds, workload: Workload, recomputation: Recomputation, engine: Any = BARE, only: tuple[str, ...] = ()
+) -> Iterator[tuple[float, float, Simulation]]:
+    """Of each layout without splits: the bounds of its time and memory, and what is simulated."""
+    space = Space(bounds.cluster.axes, "none")
+    (block,) = space.blocks()
+    micro_batches = workload.global_batch_tokens // (workload.seq_len * bounds.cluster.world)
+    compute = bounds.micro_batch_s(1, recomputation)
+    bound_s = bounds.time(block).at(micro_batches, compute, bounds.optimizer_s(block))
+    memory = bounds.memory.state_bytes(block) + bounds.memory.activation_bytes(1, recomputation)
+    for row in range(len(block)):
+        strategy = space.strategy([int(column[row]) for column in block.indices])
+        if not only or str(strategy) in only:
+            work = workload.fixed(1, recomputation)
+            yield bound_s[row], memory[row], simulate(bounds.model, bounds.cluster, strategy, work, engine=engine)
 
 
 @settings(max_examples=100)
@@ -80,61 +104,44 @@ def test_bounds_lie_below_the_simulation(data: st.DataObject) -> None:
     assert memory <= (found.total - found.overhead) * (1 + 1e-9), str(strategy)  # which is left out likewise
 
 
-@pytest.mark.parametrize("dtypes", [{"param_dtype": "fp32"}, {"master_dtype": "bf16"}], ids=str)
-def test_bounds_are_in_the_dtypes_of_the_workload(dtypes: dict[str, str]) -> None:
-    """On a device that is slower in bf16, which is what it would choose by itself: a processor, as a rule."""
-    model, cluster = MODELS["small"], small_cluster(4, 4)
-    cluster = replace(cluster, device=replace(cluster.device, peak_flops={"bf16": 10e12, "fp32": 50e12}))
-    workload = Workload(seq_len=256, global_batch_tokens=256 * 16, **dtypes)
+SLOW_IN_BF16 = replace(SMALL_16, device=replace(SMALL_16.device, peak_flops={"bf16": 10e12, "fp32": 50e12}))
+PRODUCT = Kernel(kind="product", dtype="bf16", shape=(256, 1024, 1024), forward=90e12, backward=90e12)
+OF_KERNELS = replace(SMALL_16.device, achievable_flops={"bf16": 10e12}, kernels=(PRODUCT,))
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "workload"),
+    [
+        # On a device that is slower in bf16, which is what it would choose by itself: a processor, as a rule.
+        (MODELS["small"], SLOW_IN_BF16, of_16(param_dtype="fp32")),
+        (MODELS["small"], SLOW_IN_BF16, of_16(master_dtype="bf16")),
+        # Whose products are faster at their shapes than its rate says, which was measured at another.
+        (WIDE, replace(SMALL_16, device=OF_KERNELS), of_16(optimizer="muon")),
+        # Joined units: latency is most of such a step, and counted for every unit it would be twice the step.
+        (small_model(24, 128), SMALL_16, of_16()),
+        (small_model(24, 128), SMALL_16, of_16(3)),
+    ],
+    ids=["fp32", "bf16 masters", "muon", "joined", "joined, three"],
+)
+def test_bounds_of_all_layouts(model: ModelSpec, cluster: Cluster, workload: Workload) -> None:
     bounds = Bounds(model, cluster, workload, default_constants())
-    space = Space(cluster.axes, "none")
-    (block,) = space.blocks()
-    compute = bounds.micro_batch_s(1, Recomputation.NONE)
-    bound_s = bounds.time(block).at(1, compute, bounds.optimizer_s(block))
-    memory = bounds.memory.state_bytes(block) + bounds.memory.activation_bytes(1, Recomputation.NONE)
-    for row in range(len(block)):
-        strategy = space.strategy([int(column[row]) for column in block.indices])
-        setting = model, cluster, strategy, workload.fixed(1, Recomputation.NONE)
-        found = simulate(*setting, engine=BARE).memory
-        assert bound_s[row] <= simulate(*setting, engine=OURS).step_s * (1 + 1e-9), str(strategy)
-        assert memory[row] <= (found.total - found.overhead) * (1 + 1e-9), str(strategy)
+    assert bounds.joins or len(model.units) < 24
+    for bound_s, memory, found in compared(bounds, workload, Recomputation.NONE):
+        assert bound_s <= found.step_s * (1 + 1e-9), str(found.strategy)
+        assert memory <= (found.memory.total - found.memory.overhead) * (1 + 1e-9), str(found.strategy)
 
 
-def test_bounds_of_muon_lie_below_the_simulation_on_a_device_of_measured_kernels() -> None:
-    """Whose products are faster at their shapes than its rate says, which was measured at another."""
-    model, cluster = MODELS["wide"], small_cluster(4, 4)
-    kernel = Kernel(kind="product", dtype="bf16", shape=(256, 1024, 1024), forward=90e12, backward=90e12)
-    cluster = replace(cluster, device=replace(cluster.device, achievable_flops={"bf16": 10e12}, kernels=(kernel,)))
-    workload = Workload(seq_len=256, global_batch_tokens=256 * 16, optimizer="muon")
-    bounds, space = Bounds(model, cluster, workload, default_constants()), Space(cluster.axes, "none")
-    (block,) = space.blocks()
-    compute = bounds.micro_batch_s(1, Recomputation.NONE)
-    bound_s = bounds.time(block).at(1, compute, bounds.optimizer_s(block))
-    for row in range(len(block)):
-        strategy = space.strategy([int(column[row]) for column in block.indices])
-        step_s = simulate(model, cluster, strategy, workload.fixed(1, Recomputation.NONE), engine=OURS).step_s
-        assert bound_s[row] <= step_s * (1 + 1e-9), str(strategy)
-
-
-OF_ITS_OWN_MEMORY = [
-    "node=3,cluster=3k@int8/",
-    "node=3,cluster=3;prefetch=0",
-    "node=3,cluster=3;prefetch=3",
-    "node=3@/bf16,cluster=1@/fp32",
-    "node=2,cluster=1",
-    "node=0,cluster=0",
-]
+OF_ITS_OWN_MEMORY = ["node=3,cluster=3k@int8/", "node=3,cluster=3;prefetch=0", "node=3,cluster=3;prefetch=3"]
+OF_ITS_OWN_MEMORY += ["node=3@/bf16,cluster=1@/fp32", "node=2,cluster=1", "node=0,cluster=0"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("strategy", OF_ITS_OWN_MEMORY)
 def test_what_a_given_strategy_needs_at_least_is_all_but_a_gradient_in_flight(strategy: str, engine: str) -> None:
     """So no choice that fits is dropped, and hardly one that does not is simulated."""
-    model, cluster = MODELS["wide"], small_cluster(4, 4)
-    workload = Workload(seq_len=256, global_batch_tokens=256 * 16 * 2)
-    evaluator = Evaluator(model, cluster, workload, engine, default_constants(), 0.08)
-    largest = max(unit.num_params for unit in model.units) + BUCKET_BYTES / 2
-    in_flight = 0.0 if ENGINES[engine].planned else 2 * 2 * model.num_params
+    evaluator = Evaluator(WIDE, SMALL_16, of_16(2), engine, default_constants(), 0.08)
+    largest = max(unit.num_params for unit in WIDE.units) + BUCKET_BYTES / 2
+    in_flight = 0.0 if ENGINES[engine].planned else 2 * 2 * WIDE.num_params
     for candidate, least in choices(evaluator, Strategy.parse(strategy)):
         found = evaluator.simulation(candidate).memory.total
         assert least <= found * (1 + 1e-9), str(candidate)
@@ -144,47 +151,16 @@ def test_what_a_given_strategy_needs_at_least_is_all_but_a_gradient_in_flight(st
 @pytest.mark.parametrize("engine", ENGINES)
 def test_bounds_of_memory_hold_for_every_engine(engine: str) -> None:
     """Those whose reduce buffers come and go have none while the head's gradients are made."""
-    model, cluster = MODELS["wide"], small_cluster(4, 4)
-    workload = Workload(seq_len=256, global_batch_tokens=256 * 16)
-    bounds = Evaluator(model, cluster, workload, engine, default_constants(), 0.08).bounds()[0]
-    space = Space(cluster.axes, "none")
-    (block,) = space.blocks()
-    memory = bounds.memory.state_bytes(block) + bounds.memory.activation_bytes(1, Recomputation.FULL)
-    for row in range(len(block)):
-        strategy = space.strategy([int(column[row]) for column in block.indices])
-        found = simulate(model, cluster, strategy, workload.fixed(1, Recomputation.FULL), engine=engine).memory
-        assert memory[row] <= (found.total - found.overhead) * (1 + 1e-9), str(strategy)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_bounds_lie_below_the_simulation_where_units_are_joined(micro_batches: int) -> None:
-    """Latency is most of such a step: counted for every unit, it would be twice the step."""
-    model, cluster = small_model(24, 128), small_cluster(4, 4)
-    workload = Workload(seq_len=256, global_batch_tokens=256 * 16 * micro_batches)
-    bounds = Bounds(model, cluster, workload, default_constants(), ("", ""))
-    assert bounds.joins
-    space = Space(cluster.axes, "none")
-    (block,) = space.blocks()
-    compute = bounds.micro_batch_s(1, Recomputation.NONE)
-    bound_s = bounds.time(block).at(micro_batches, compute, bounds.optimizer_s(block))
-    for row in range(len(block)):
-        strategy = space.strategy([int(column[row]) for column in block.indices])
-        step_s = simulate(model, cluster, strategy, workload.fixed(1, Recomputation.NONE)).step_s
-        assert bound_s[row] <= step_s * (1 + 1e-9), str(strategy)
+    bounds = Evaluator(WIDE, SMALL_16, of_16(), engine, default_constants(), 0.08).bounds()[0]
+    for _, memory, found in compared(bounds, of_16(), Recomputation.FULL, engine):
+        assert memory <= (found.memory.total - found.memory.overhead) * (1 + 1e-9), str(found.strategy)
 
 
 def test_bounds_are_tight_for_good_layouts() -> None:
     """Within 4 % for well-known layouts on a real cluster; what is left is the pipeline filling and draining."""
     cluster = find_cluster("a800-8x-hdr").take(64)
     workload = Workload(seq_len=4096, global_batch_tokens=4096 * 64 * 4)
-    model = preset("llama-13b")
-    space = Space(cluster.axes, "none")
-    bounds = Bounds(model, cluster, workload, default_constants(), ("", ""))
-    (block,) = space.blocks()
-    compute = bounds.micro_batch_s(1, Recomputation.FULL)
-    bound_s = bounds.time(block).at(4, compute, bounds.optimizer_s(block))
-    for row in range(len(block)):
-        strategy = space.strategy([int(column[row]) for column in block.indices])
-        if str(strategy) in ("node=2,cluster=2", "node=3,cluster=0", "node=1,cluster=0", "node=3,cluster=1"):
-            step_s = simulate(model, cluster, strategy, workload.fixed(1, Recomputation.FULL)).step_s
-            assert 0.96 * step_s < bound_s[row] <= step_s, str(strategy)
+    bounds = Bounds(preset("llama-13b"), cluster, workload, default_constants())
+    known = ("node=2,cluster=2", "node=3,cluster=0", "node=1,cluster=0", "node=3,cluster=1")
+    for bound_s, _, found in compared(bounds, workload, Recomputation.FULL, OURS, known):
+        assert 0.96 * found.step_s < bound_s <= found.step_s, str(found.strategy)
