@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.disk import file_size_limit
+from tests.local.checkpoint.test_broken import seen
 from zeromesh.checkpoint import saver as saver_module
 from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.loader import Loaded, load_newest, load_path
@@ -57,8 +58,12 @@ def snapshot(step: int) -> Snapshot:
     return Snapshot(step=step, pieces=pieces, state={"user": {"a": 1}})
 
 
+def saver_of(root: Path | str, keep: int = 2, keep_every: int = 0) -> Saver:
+    return Saver(open_storage(root), Peers(), keep=keep, keep_every=keep_every, lock_wait_s=0.0)
+
+
 def save(root: Path | str, *steps: int, keep: int = 5, keep_every: int = 0) -> None:
-    saver = Saver(open_storage(root), Peers(), keep=keep, keep_every=keep_every, lock_wait_s=0.0)
+    saver = saver_of(root, keep, keep_every)
     for step in steps:
         saver.save(snapshot(step))
     saver.close()
@@ -172,65 +177,25 @@ def test_the_copy_is_taken_at_once_and_its_memory_is_kept(tmp_path: Path) -> Non
 
 def damage(path: Path, how: str) -> None:
     data = bytearray(path.read_bytes())
-    if how == "remove":
-        path.unlink()
-        return
-    if how == "flip":
-        data[len(data) // 2] ^= 4
-    path.write_bytes(data[: len(data) // 3] if how == "truncate" else b"" if how == "empty" else data)
+    data[len(data) // 2] ^= 4
+    path.unlink() if how == "remove" else path.write_bytes(data[: len(data) // 3] if how == "truncate" else data)
 
 
-@pytest.mark.parametrize("how", ["flip", "truncate", "remove", "empty"])
+@pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
 @pytest.mark.parametrize("file", ["__0_0.distcp", "manifest.json"])
 def test_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path: Path, file: str, how: str) -> None:
     save(tmp_path, 1, 2)
     damage(tmp_path / "step-00000002" / file, how)
-    before = contents(tmp_path)
+    before = seen(tmp_path)
     with pytest.warns(UserWarning, match=f"step-00000002/{file} (is|cannot)"):
         loaded, found = load(tmp_path)
     assert loaded is not None and loaded.step == 1
     require_step(found, 1)
-    assert contents(tmp_path) == before
+    assert seen(tmp_path) == before
     damage(tmp_path / "step-00000001" / "__0_0.distcp", "truncate")
-    with (
-        pytest.warns(UserWarning),
-        pytest.raises(CheckpointError, match=r'none that can be loaded:(.|\n)*too short(.|\n)*resume = "never"'),
-    ):
+    none = r'none that can be loaded:(.|\n)*too short(.|\n)*resume = "never"'
+    with pytest.warns(UserWarning), pytest.raises(CheckpointError, match=none):
         load(tmp_path)
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
-def test_fifty_broken_checkpoints_are_errors_that_name_the_file(tmp_path: Path) -> None:
-    """Any bytes of manifest or data changed, cut, doubled or filled: an error, or (padding) the right values."""
-    save(tmp_path, 1)
-    checkpoint = tmp_path / "step-00000001"
-    generator = random.Random(0)
-    errors = 0
-    for _ in range(60):
-        path = checkpoint / generator.choice(["manifest.json", "__0_0.distcp"])
-        good = path.read_bytes()
-        at, length = generator.randrange(len(good)), generator.randrange(1, 40)
-        noise = generator.randbytes(length)
-        bad = generator.choice(
-            [
-                good[:at],
-                good[:at] + noise + good[at + length :],
-                good[:at] + good[at + length :],
-                good[:at] + noise + good[at:],
-            ]
-        )
-        path.write_bytes(bad)
-        try:
-            require_step(restore_from(checkpoint), 1)
-        except CheckpointError as error:
-            assert path.name in str(error)
-            errors += 1
-        path.write_bytes(good)
-    assert errors >= 50
-    require_step(restore_from(checkpoint), 1)
 
 
 def test_no_flipped_bit_of_a_first_line_goes_unseen(tmp_path: Path) -> None:
@@ -271,12 +236,6 @@ def test_a_first_line_without_a_checksum_is_read(tmp_path: Path) -> None:
     require_step(found, 1)
 
 
-def restore_from(checkpoint: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    load_path(checkpoint, Peers(), lambda reader: found.update(restore(reader)))
-    return found
-
-
 def test_every_byte_of_the_tensors_is_covered_by_a_checksum(tmp_path: Path) -> None:
     """A part of a tensor is verified with the blocks that it lies in, not with all of it."""
     save(tmp_path, 1)
@@ -302,14 +261,13 @@ def test_every_byte_of_the_tensors_is_covered_by_a_checksum(tmp_path: Path) -> N
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path: Path) -> None:
-    saver = Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0)
+    saver = saver_of(tmp_path)
     saver.save(snapshot(1))
     saver.wait()
+    full = r"checkpoint of step 2 was not saved: cannot write .*distcp: File too large"
     with file_size_limit(100_000):
         saver.save(snapshot(2))
-        with pytest.raises(
-            CheckpointError, match=r"checkpoint of step 2 was not saved: cannot write .*distcp: File too large"
-        ):
+        with pytest.raises(CheckpointError, match=full):
             saver.wait()
     assert names(tmp_path) == ["step-00000001"]
     saver.save(snapshot(3))
@@ -317,40 +275,27 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path: Pat
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        "storage.LocalStorage.make",
-        "saver.write_file",
-        "saver.write_metadata",
-        "storage.LocalStorage.settle",
-        "storage.LocalStorage.publish",
-    ],
-)
-def test_an_error_that_is_none_of_the_disks_is_told_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
-) -> None:
+def test_an_error_that_is_none_of_the_disks_is_told_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks wait for the one that has it."""
 
     def fails(*_: object) -> None:
         raise ValueError("as nobody had thought of")
 
-    saver = Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0)
     small = [whole("model.a", torch.ones(3))]
-    with monkeypatch.context() as patched:
-        patched.setattr(f"zeromesh.checkpoint.{target}", fails)
-        saver.save(Snapshot(step=1, pieces=small))
-        with pytest.raises(CheckpointError, match=r"1 was not saved: cannot write .*: ValueError: as nobody had"):
-            saver.wait()
-    saver.save(Snapshot(step=2, pieces=small))
-    saver.close()
-    assert names(tmp_path) == ["step-00000002"]
-
-    def restores(_: Reader) -> None:
-        fails()
-
+    on_disk = ("storage.LocalStorage.make", "storage.LocalStorage.settle", "storage.LocalStorage.publish")
+    for target in (*on_disk, "saver.write_file", "saver.write_metadata"):
+        root = tmp_path / target
+        saver = saver_of(root)
+        with monkeypatch.context() as patched:
+            patched.setattr(f"zeromesh.checkpoint.{target}", fails)
+            saver.save(Snapshot(step=1, pieces=small))
+            with pytest.raises(CheckpointError, match=r"1 was not saved: cannot write .*: ValueError: as nobody had"):
+                saver.wait()
+        saver.save(Snapshot(step=2, pieces=small))
+        saver.close()
+        assert names(root) == ["step-00000002"]
     with pytest.raises(ValueError, match="as nobody had"):
-        load_newest(LocalStorage(tmp_path), Peers(), restores)
+        load_newest(LocalStorage(root), Peers(), fails)
 
 
 def test_a_wait_that_is_interrupted_leaves_the_save_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +318,7 @@ def test_a_wait_that_is_interrupted_leaves_the_save_under_way(tmp_path: Path, mo
         return write_file(*args)
 
     monkeypatch.setattr("zeromesh.checkpoint.saver.write_file", write_later)
-    saver = Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0)
+    saver = saver_of(tmp_path)
     saver.save(snapshot(1))
     before = signal.signal(signal.SIGUSR1, interrupts)
     try:
@@ -396,18 +341,23 @@ def test_a_read_only_directory_is_refused_before_training(tmp_path: Path) -> Non
     os.seteuid(65534)
     try:
         with pytest.raises(CheckpointError, match=r"cannot write .*: Permission denied"):
-            Saver(LocalStorage(root), Peers(), keep=2, lock_wait_s=0.0)
+            saver_of(root)
     finally:
         os.seteuid(0)
     assert list(root.iterdir()) == []
 
 
-def test_two_jobs_cannot_save_to_one_directory(tmp_path: Path) -> None:
-    first = Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0)
+def test_two_jobs_cannot_save_to_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that cannot be cleared is not locked."""
+    with monkeypatch.context() as patched:
+        patched.setattr("zeromesh.checkpoint.saver.clear_leftovers", lambda storage: os.listdir(tmp_path / "none"))
+        with pytest.raises(CheckpointError, match=r"cannot write .*: No such file"):
+            saver_of(tmp_path)
+    first = saver_of(tmp_path)
     with pytest.raises(CheckpointError, match=r"written by another job \(process \d+ on .*give each its own"):
-        Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0)
+        saver_of(tmp_path)
     first.close()
-    Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0).close()
+    saver_of(tmp_path).close()
 
 
 FORKED = """
@@ -436,14 +386,6 @@ def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
     storage.lock(0.0)
     storage.unlock()
     os.close(child)
-
-
-def test_a_directory_that_cannot_be_cleared_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr("zeromesh.checkpoint.saver.clear_leftovers", lambda storage: os.listdir(tmp_path / "none"))
-        with pytest.raises(CheckpointError, match=r"cannot write .*: No such file"):
-            Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0)
-    Saver(LocalStorage(tmp_path), Peers(), keep=2, lock_wait_s=0.0).close()
 
 
 def killed_while_saving(root: Path, dying: tuple[Any, str]) -> int:
@@ -480,28 +422,22 @@ def test_killed_at_any_moment_what_is_visible_is_complete(
 # ---- beside tensors
 
 
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-        lambda inner: (
-            st.lists(inner)
-            | st.tuples(inner, inner)
-            | st.dictionaries(st.text() | st.integers() | st.just("__tuple__"), inner)
-        ),
-        max_leaves=12,
-    )
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+KEYS = st.text() | st.integers() | st.just("__tuple__")
+STATES = st.recursive(
+    PLAIN, lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(KEYS, inner), max_leaves=12
 )
+
+
+@given(STATES)
 def test_states_come_back_exactly(value: object) -> None:
     assert from_plain(to_plain(value, "state")) == value
 
 
-@pytest.mark.parametrize("value", [torch.tensor(1e-3), torch.tensor(3), torch.tensor(0.1, dtype=torch.bfloat16)])
-def test_numbers_that_are_tensors_come_back_as_tensors(value: torch.Tensor) -> None:
-    (found,) = from_plain(to_plain([value], "state"))
-    assert torch.equal(found, value) and found.dtype == value.dtype
-
-
-def test_what_only_a_pickle_could_hold_is_refused() -> None:
+def test_numbers_that_are_tensors_come_back_as_tensors() -> None:
+    values = [torch.tensor(1e-3), torch.tensor(3), torch.tensor(0.1, dtype=torch.bfloat16)]
+    for value, found in zip(values, from_plain(to_plain(values, "state")), strict=True):
+        assert torch.equal(found, value) and found.dtype == value.dtype
     with pytest.raises(CheckpointError, match=r"state\.scheduler\.fn must be made of numbers.*got builtins\.function"):
         to_plain({"scheduler": {"fn": lambda: 0}}, "state")
 
@@ -515,9 +451,8 @@ def test_random_states_come_back() -> None:
         return [torch.rand(2).tolist(), random.gauss(0, 1), random.random(), np.random.randn(3).tolist()]
 
     expected = drawn()
-    torch.manual_seed(9)
-    random.seed(9)
-    np.random.seed(9)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(9)
     set_random_states(states)
     assert drawn() == expected
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.pure.schedule.program_laws import Checked, Lane, Pass, Script
+from tests.pure.schedule.program_laws import Checked, Pass, Script
 from tests.pure.schedule.test_transfers import buffer, stack
 from tests.pure.strategy.mixes import mixes, notation
 from zeromesh.errors import InternalError, ModelError
@@ -26,6 +25,9 @@ from zeromesh.strategy import Layout
 
 MESH = (("node", 2), ("cluster", 2))
 GOLDEN = Path(__file__).parent / "golden"
+
+
+EVERYTHING = Pass(calls=(1, 2, 3, 4))
 
 
 def units(blocks: int, frozen: frozenset[int], parts: Mapping[int, str] = MappingProxyType({})) -> list[Unit]:
@@ -77,8 +79,12 @@ def passes(draw, schedule):
 
 
 def script(schedule, eager) -> Script:
-    backend = Checked(schedule, eager)
+    backend = Checked(schedule, itertools.repeat(eager) if isinstance(eager, bool) else eager)
     return Script(Interpreter(schedule=schedule, backend=backend), backend)
+
+
+def of(strategy: str, blocks: int = 3) -> Schedule:
+    return Schedule.of(Layout.of(strategy, MESH), units(blocks, frozenset()))
 
 
 @settings(max_examples=150)
@@ -134,8 +140,7 @@ def test_ranks_whose_losses_use_other_outputs_issue_the_same(data):
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=3,cluster=3", "node=3d,cluster=1"])
 def test_units_are_reduced_as_the_backward_leaves_them(strategy):
     """Each when the one before it is entered, also where the output of a unit after it is not used."""
-    schedule = Schedule.of(Layout.of(f"{strategy};overlap=none", MESH), units(4, frozenset()))
-    run = script(schedule, itertools.repeat(True))
+    run = script(of(f"{strategy};overlap=none", 4), True)
     calls = {call.unit: call for call in run.forward(Pass(calls=(1, 2, 3, 4, 5)))}
     reduced = []
     for unit in (0, 4, 3, 2, 1):
@@ -148,19 +153,15 @@ def test_units_are_reduced_as_the_backward_leaves_them(strategy):
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=1", "node=2,cluster=0"])
 def test_two_forwards_may_have_one_backward_or_two(strategy):
     """Of two graphs that are alive only the one that is gone back through is passed."""
-    schedule = Schedule.of(Layout.of(strategy, MESH), units(3, frozenset()))
-    for first_last in (False, True):
-        for together in (False, True):
-            run = script(schedule, itertools.repeat(True))
-            everything = Pass(calls=(1, 2, 3, 4))
-            graphs = [run.forward(everything), run.forward(everything)]
-            graphs = graphs if first_last else graphs[::-1]
-            if together:
-                run.backward(everything, [*graphs[0], *graphs[1]], last=True)
-            else:
-                run.backward(everything, graphs[0], last=False)
-                run.backward(everything, graphs[1], last=True)
-            assert run.backend.reduced == run.expected
+    for order, together in itertools.product((1, -1), (False, True)):
+        run = script(of(strategy), True)
+        graphs = [run.forward(EVERYTHING), run.forward(EVERYTHING)][::order]
+        if together:
+            run.backward(EVERYTHING, [*graphs[0], *graphs[1]], last=True)
+        else:
+            run.backward(EVERYTHING, graphs[0], last=False)
+            run.backward(EVERYTHING, graphs[1], last=True)
+        assert run.backend.reduced == run.expected
 
 
 class Slow(Counted):
@@ -182,7 +183,7 @@ class Slow(Counted):
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=3,cluster=3", "node=2,cluster=2", "node=0,cluster=0"])
 def test_without_overlap_nothing_is_under_way_while_anything_computes(strategy):
     """The root too, which is reduced at the end of each backward."""
-    schedule = Schedule.of(Layout.of(f"{strategy};overlap=none", MESH), units(4, frozenset()))
+    schedule = of(f"{strategy};overlap=none", 4)
     interpreter = Interpreter(schedule=schedule, backend=Slow(schedule))
     interpreter.stepped(range(len(schedule.units)))
     computed = []
@@ -214,8 +215,8 @@ def test_ranks_that_differ_in_timing_alone_issue_the_same(data):
 
 
 def test_the_order_is_learned_between_steps():
-    schedule = Schedule.of(Layout.of("node=3,cluster=1", MESH), units(4, frozenset()))
-    run = script(schedule, itertools.repeat(False))
+    schedule = of("node=3,cluster=1", 4)
+    run = script(schedule, False)
     order = (5, 2, 4, 3, 1)
     run.run(Pass(calls=order), last=True)
     run.interpreter.adopt(schedule.reordered([0, *order]))
@@ -225,54 +226,43 @@ def test_the_order_is_learned_between_steps():
 
 
 @pytest.mark.parametrize("strategy", ["node=1,cluster=1", "node=3,cluster=1", "node=3,cluster=3k", "node=2,cluster=1"])
-@pytest.mark.parametrize("wait", range(6))
-def test_a_wait_that_was_interrupted_is_waited_for_again(strategy, wait):
+def test_a_wait_that_was_interrupted_is_waited_for_again(strategy):
     """Ctrl-C comes where a step stands longest; the next forward must not compute with what has not arrived."""
-    schedule = Schedule.of(Layout.of(strategy, MESH), units(3, frozenset()))
-    run = script(schedule, itertools.repeat(False))
-    everything = Pass(calls=(1, 2, 3, 4))
-    run.run(everything, last=True)
-    run.optimize(set(range(5)))
-    run.backend.interrupted_wait = run.backend.waits + wait
-    with suppress(KeyboardInterrupt):
-        run.forward(everything)
-    run.interpreter.abort()
-    run.backend.interrupted_wait = None
-    run.run(everything, last=True)
+    for wait in range(6):
+        run = script(of(strategy), False)
+        run.run(EVERYTHING, last=True)
+        run.optimize(set(range(5)))
+        run.backend.interrupted_wait = run.backend.waits + wait
+        with suppress(KeyboardInterrupt):
+            run.forward(EVERYTHING)
+        run.interpreter.abort()
+        run.backend.interrupted_wait = None
+        run.run(EVERYTHING, last=True)
 
 
 @pytest.mark.parametrize("strategy", ["node=1,cluster=1", "node=0,cluster=0", "node=3d,cluster=1"])
 def test_sums_of_an_interrupted_backward_end_before_new_gradients_are_added(strategy):
-    schedule = Schedule.of(Layout.of(strategy, MESH), units(3, frozenset()))
-    run = script(schedule, itertools.repeat(False))
-    everything = Pass(calls=(1, 2, 3, 4))
-    for call in run.forward(everything)[:1:-1]:
+    run = script(of(strategy), False)
+    for call in run.forward(EVERYTHING)[:1:-1]:
         run.interpreter.pre_backward(call)
         run.grads(call.unit)
     run.interpreter.abort()
     run.backend.leaves = [Counter() for _ in run.backend.leaves]
     run.begin_step()
-    run.run(everything, last=True)
+    run.run(EVERYTHING, last=True)
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=3,cluster=3k", "node=2,cluster=0"])
 def test_an_aborted_backward_leaves_nothing_in_use(strategy):
-    schedule = Schedule.of(Layout.of(strategy, MESH), units(3, frozenset()))
-    run = script(schedule, itertools.repeat(False))
-    calls = run.forward(Pass(calls=(1, 2, 3, 4)))
+    run = script(of(strategy), False)
+    calls = run.forward(EVERYTHING)
     for call in calls[:-3:-1]:
-        run.interpreter.pre_backward(call)
-    run.interpreter.abort()
-    assert not run.backend.used and run.interpreter.backward is None
-    run.backend.lanes["unshard"].jobs.clear()
-
-
-def test_a_change_in_the_middle_of_a_backward_is_refused():
-    run = script(Schedule.of(Layout.of("node=3,cluster=1", MESH), units(3, frozenset())), itertools.repeat(True))
-    for call in run.forward(Pass(calls=(1, 2, 3, 4)))[:-3:-1]:
         run.interpreter.pre_backward(call)
     with pytest.raises(InternalError, match=r"unit 'blocks\.2' changed while its backward runs"):
         run.interpreter.stepped([4])
+    run.interpreter.abort()
+    assert not run.backend.used and run.interpreter.backward is None
+    run.backend.lanes["unshard"].jobs.clear()
 
 
 # Each law must be able to fail: the interpreter with one of its precautions taken out.
@@ -283,45 +273,26 @@ def ignoring_use(self, owner, unit, prefetch):
     return True
 
 
-def never_waiting(self, state, kind):
-    setattr(state, kind, None)
-
-
-def never_raising_the_generation(self, unit):
-    pass
-
-
-def never_passing(self, forward, to):
-    pass
-
-
 @pytest.mark.parametrize(
     ("method", "broken", "eager"),
     [
         ("_evict", ignoring_use, True),
-        ("_settle", never_waiting, False),
-        ("invalidate", never_raising_the_generation, False),
-        ("_go_back", never_passing, True),
+        ("_settle", lambda self, state, kind: setattr(state, kind, None), False),
+        ("invalidate", lambda self, unit: None, False),
+        ("_go_back", lambda self, forward, to: None, True),
     ],
 )
 def test_a_broken_interpreter_breaks_a_law(monkeypatch, method, broken, eager):
+    """Each law must be able to fail: the interpreter with one of its precautions taken out."""
     # In the order of registration no prefetch wants a slot in use; here units 2 and 6, neighbours, share one.
-    schedule = Schedule.of(Layout.of("node=3,cluster=1;prefetch=3", MESH), units(5, frozenset()))
-    schedule = schedule.reordered([0, 1, 2, 6, 3, 4, 5])
+    schedule = of("node=3,cluster=1;prefetch=3", 5).reordered([0, 1, 2, 6, 3, 4, 5])
     monkeypatch.setattr(Interpreter, method, broken)
-    run = script(schedule, itertools.repeat(eager))
+    run = script(schedule, eager)
     with pytest.raises((AssertionError, ModelError)):
         for _ in range(2):
             run.run(Pass(calls=(1, 2, 6, 3, 4, 5)), last=False)
             run.run(Pass(calls=(1, 2, 6, 3, 4, 5)), last=True)
             run.optimize(set(range(7)))
-
-
-def test_lanes_run_in_the_order_of_issue():
-    lane, seen = Lane(itertools.repeat(False)), list[int]()
-    jobs = [lane.submit(functools.partial(seen.append, index)) for index in range(3)]
-    lane.finish(jobs[1])
-    assert seen == [0, 1]
 
 
 @pytest.mark.parametrize("name", ["node=3,cluster=1", "node=1,cluster=3k;prefetch=2", "node=2,cluster=0;overlap=none"])

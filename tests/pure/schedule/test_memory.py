@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from math import prod
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.pure.planner.setups import small_cluster, small_model
 from tests.pure.schedule.test_transfers import MESH, buffer, stack
-from tests.pure.strategy.mixes import NAMES, mixes, notation
+from tests.pure.strategy.mixes import mixes, notation
+from zeromesh.collectives.ho_ring.slices import sum_terms
 from zeromesh.errors import InternalError
-from zeromesh.schedule import ITEM_BYTES, BufferLayout, FlatBuffer, Role, Schedule, Unit
+from zeromesh.schedule import ITEM_BYTES, BufferLayout, FlatBuffer, Role, Schedule, Unit, place
 from zeromesh.schedule.buffer_layout import ALIGN_BYTES
-from zeromesh.schedule.memory import REDUCE_SLOTS
+from zeromesh.schedule.memory import REDUCE_SLOTS, part_numel, workspace_by_lane
+from zeromesh.simulator import FixedWorkload, find_engine, simulate
 from zeromesh.strategy import Layout
-
-PSI = {"7B": 6.738e9, "13B": 13.016e9, "30B": 27.57e9, "65B": 65.286e9}
-
-# Model-state GB of (2/s_p + 2/s_g + 12/s_os)*Psi, as published for 7B, 13B, 30B, 65B; 8 devices a node.
-TABLE = [
-    ("node=0", [8], "107.8 208.3 441.1 1044.6"),
-    ("node=1", [8], "37.06 71.59 151.6 359.1"),
-    ("node[4]=3,node[2]=1", [8], "16.84 32.54 68.92 163.2"),
-    ("node=3", [8], "13.48 26.03 55.14 130.6"),
-    ("node=3,cluster=1", [8, 4], "5.90 11.39 24.12 57.13"),
-    ("node=3,cluster=3", [8, 4], "3.37 6.51 13.79 32.64"),
-    ("node=2,cluster=1", [8, 4], "17.69 34.17 72.37 171.4"),
-    ("node=3d,cluster=1", [8, 4], "17.69 34.17 72.37 171.4"),
-]
-
-
-@pytest.mark.parametrize(("strategy", "sizes", "published"), TABLE)
-def test_the_published_table(strategy, sizes, published):
-    layout = Layout.of(strategy, list(zip(NAMES, sizes, strict=False)))
-    for psi, gigabytes in zip(PSI.values(), published.split(), strict=True):
-        plan = Schedule.of(layout, stack(int(psi), blocks=1, grad_dtype="bf16")).memory
-        moments = 2 * plan.master_bytes  # Adam's two, as long as the fp32 master
-        total = plan.params_bytes + plan.grads_bytes + plan.master_bytes + moments
-        last_digit = 10.0 ** -len(gigabytes.partition(".")[2])
-        assert total / 1e9 == pytest.approx(float(gigabytes), abs=0.51 * last_digit)
+from zeromesh.wires import QuantFormat
 
 
 @pytest.mark.parametrize(
@@ -180,10 +160,8 @@ def test_parts_of_a_slot_are_aligned(numel):
 )
 def test_staging(strategy, gather, reduce):
     plan = Schedule.of(Layout.of(strategy, [("node", 2), ("cluster", 2)]), stack(64, 2)).memory
-    assert (plan.staging["refresh"] + plan.staging["unshard"], plan.staging["reduce"] + plan.staging["boundary"]) == (
-        gather,
-        reduce,
-    )
+    staging = plan.staging
+    assert [staging["refresh"] + staging["unshard"], staging["reduce"] + staging["boundary"]] == [gather, reduce]
 
 
 @pytest.mark.parametrize(
@@ -214,13 +192,10 @@ def test_a_kept_copy_is_held_as_it_came_over_the_wire(strategy, kept):
 )
 def test_error_feedback_holds_the_regions_that_it_quantises(strategy, numel):
     layout = Layout.of(strategy, [("node", 2), ("cluster", 2)])
-    plan, plain = (Schedule.of(of, stack(2048, 2)).memory for of in (layout, _without_feedback(layout)))
+    without = Layout.of(strategy.replace("+ef", ""), layout.mesh)
+    plan, plain = (Schedule.of(of, stack(2048, 2)).memory for of in (layout, without))
     assert [copy.feedback for unit in plan.persistent for copy in unit] == [4 * numel] * 2
     assert plan.buffers_bytes - plain.buffers_bytes == 2 * 4 * numel
-
-
-def _without_feedback(layout: Layout) -> Layout:
-    return Layout.of(str(layout.strategy).replace("+ef", ""), layout.mesh)
 
 
 def test_all_buffers_are_added_up():
@@ -235,3 +210,90 @@ def test_a_dtype_that_cannot_be():
         FlatBuffer(numel=1, param_dtype="int8", master_dtype="fp32")
     with pytest.raises(InternalError, match="a buffer of code e4m3 must be frozen"):
         FlatBuffer(numel=1, param_dtype="code e4m3", master_dtype="fp32")
+
+
+FOURS = [("node", 4), ("cluster", 4)]
+LONG = 1 << 22
+
+
+def lanes(strategy: str, mesh: list[tuple[str, int]], *, messages: bool) -> dict[str, int]:
+    layout = Layout.of(strategy, mesh)
+    workspace = workspace_by_lane(place(layout, stack(LONG, 2)), messages)
+    return {lane: size for lane, size in workspace.items() if size}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("node=3,cluster=3", {"reduce": 8 << 20}),
+        ("node=1,cluster=0", {"boundary": 8 << 20}),
+        ("node=3,cluster=1", {"reduce": 8 << 20, "boundary": 8 << 20}),
+        # Messages of a quantised gather need room.
+        ("node=3@int8/,cluster=2", {"unshard": 8 << 20, "reduce": 8 << 20}),
+        ("node=3,cluster=2@int8/", {"refresh": 8 << 20, "reduce": 8 << 20}),
+        ("node=3@/int4,cluster=3", {"reduce": 8 << 20}),
+    ],
+)
+def test_each_lane_has_its_own(strategy: str, expected: dict[str, int]) -> None:
+    assert lanes(strategy, FOURS, messages=True) == expected
+
+
+MESSAGE = QuantFormat(bits=8).message_bytes(-(-LONG // 4 // (2 * 1024)) * 1024)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("node=3,cluster=3", {}),  # the backend's own, in place
+        ("node=1,cluster=0", {}),
+        # Four messages that come, this rank's own among them; of a reduction as many that go.
+        ("node=3@int8/int8,cluster=0", {"unshard": 4 * MESSAGE, "reduce": 8 * MESSAGE}),
+    ],
+)
+def test_a_device_needs_room_for_two_rounds_of_the_longest_region(strategy: str, expected: dict[str, int]) -> None:
+    found = lanes(strategy, FOURS, messages=False)
+    assert {lane: found.get(lane, 0) for lane in expected} == expected
+    assert bool(found) == bool(expected)
+
+
+def test_without_triton_the_codec_has_room_too() -> None:
+    """12 bytes an element and 8 a block, of a part; stochastic rounding, of sums without feedback, 14."""
+    layout = Layout.of("node=3@int8/int8,cluster=0", FOURS)
+    placed = place(layout, stack(LONG, 2))
+    fused, torchs = (workspace_by_lane(placed, False, triton) for triton in (True, False))
+    piece = -(-LONG // 4 // (2 * 1024)) * 1024
+    assert torchs["unshard"] - fused["unshard"] == 12 * piece + 8 * piece // 128
+    assert torchs["reduce"] - fused["reduce"] == 14 * piece + 8 * piece // 128
+
+
+def test_one_rank_needs_none() -> None:
+    assert not any(lanes("node=3@int8/", [("node", 1)], messages=messages) for messages in (True, False))
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(None, 0), (1.0, 2 * (8 << 20))])
+def test_simulations_count_it(cores: float | None, expected: int) -> None:
+    """The workspace of our engine, by the way in which the devices exchange."""
+    cluster = small_cluster(4, 4)
+    cluster = replace(cluster, device=replace(cluster.device, cores=cores))
+    work = FixedWorkload(seq_len=256, global_batch_tokens=256 * 16)
+    ours, without = (
+        simulate(small_model(), cluster, "node=3,cluster=1", work, engine=engine).memory
+        for engine in ("zeromesh", replace(find_engine("zeromesh"), workspace=False))
+    )
+    assert ours.buffers - without.buffers == expected
+    alone = simulate(small_model(), cluster.take(1), "node=3,cluster=1", replace(work, global_batch_tokens=256)).memory
+    assert alone.buffers < max(expected, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("longest_bytes", "expected"),
+    [
+        (1 << 18, 65536),  # 256 KiB of fp32
+        # Of each shard but one's own four slices, and two as wide as sums are, in 8 MiB.
+        (1 << 20, (8 << 20) // (4 * (12 + 2)) // 64 * 64),
+    ],
+)
+def test_slices_are_as_long_as_the_workspace_has_room_for(longest_bytes: int, expected: int) -> None:
+    terms = sum_terms(2, 2)
+    assert terms == 4 * 3
+    assert part_numel(8 << 20, 4, 4, terms=terms, longest_bytes=longest_bytes) == expected

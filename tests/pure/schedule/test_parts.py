@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import pytest
 
 from tests.pure.schedule.test_transfers import buffer
 from tests.pure.strategy.mixes import mixes, notation
-from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit, join_units, lent_axes
+from zeromesh.schedule import (
+    Bucket,
+    BucketSteps,
+    FlatBuffer,
+    Role,
+    Schedule,
+    Shipment,
+    Unit,
+    join_units,
+    lent_axes,
+    neighbours,
+)
 from zeromesh.schedule.step import sent_bytes_per_axis
+from zeromesh.schedule.unit import join
 from zeromesh.strategy import Layout, Strategy, layouts_of
 
 MESH = [("node", 2), ("cluster", 3)]
@@ -119,3 +133,139 @@ def test_communicators_are_lent_where_ranks_and_lanes_are_the_same():
     }
     others = iter(range(99))
     assert lent_axes(layouts, lambda *_: next(others)) == {}
+
+
+LAYOUT = Layout.of("node=3,cluster=1", [("node", 2), ("cluster", 2)])
+NODE, CLUSTER = LAYOUT.axes
+ROLES = {"": Role.RESIDENT, "a": Role.BLOCK, "b": Role.BLOCK}
+
+
+def schedule() -> Schedule:
+    buffer = FlatBuffer(numel=64, param_dtype="bf16", master_dtype="fp32")
+    return Schedule.of(LAYOUT, [Unit(name=name, role=role, buffers=(buffer,)) for name, role in ROLES.items()])
+
+
+def bucket(numel: int) -> Bucket:
+    return Bucket(
+        there=(Shipment(axis=CLUSTER, numel=2 * numel, wire="fp32"), Shipment(axis=NODE, numel=numel, wire="fp64")),
+        back=(Shipment(axis=NODE, numel=numel, wire="fp32"),),
+    )
+
+
+@dataclass
+class Logged:
+    """What was asked for, in order; a ticket is the call that it is for."""
+
+    log: list[str] = field(default_factory=list)
+    fails: bool = False
+
+    def collect(self, bucket: int) -> str:
+        self.log.append(f"collect {bucket}")
+        return f"collected {bucket}"
+
+    def update(self, bucket: int) -> str:
+        if self.fails:
+            raise ValueError("a step that fails")
+        self.log.append(f"update {bucket}")
+        return f"back {bucket}"
+
+    def wait(self, ticket: str) -> None:
+        self.log.append(f"wait {ticket}")
+
+
+def positions(log: list[str]) -> Iterator[tuple[int, dict[str, int]]]:
+    place = {entry: index for index, entry in enumerate(log)}
+    for number in range(sum(entry.startswith("update") for entry in log)):
+        yield number, place
+
+
+@pytest.mark.parametrize("buckets", range(7))
+def test_each_bucket_is_there_before_its_step_and_back_at_the_end(buckets: int) -> None:
+    backend = Logged()
+    BucketSteps[int, str]().step(backend, range(buckets))
+    assert len(set(backend.log)) == len(backend.log) == 5 * buckets - buckets
+    for number, place in positions(backend.log):
+        order = [place[f"{verb} {number}"] for verb in ("collect", "wait collected", "update", "wait back")]
+        assert order == sorted(order)
+        if number + 2 < buckets:
+            # The next two are on their way while this one is stepped; before a third comes, the one before is back.
+            assert place[f"collect {number + 1}"] < place[f"update {number}"] < place[f"collect {number + 2}"]
+        if number + 3 < buckets:
+            assert place[f"wait back {number}"] < place[f"collect {number + 3}"]
+
+
+def test_what_a_step_that_raised_has_left_is_waited_for() -> None:
+    steps, backend = BucketSteps[int, str](), Logged(fails=True)
+    with pytest.raises(ValueError, match="a step that fails"):
+        steps.step(backend, range(3))
+    assert backend.log == ["collect 0", "collect 1", "wait collected 0"]
+    steps.settle(backend)
+    assert backend.log[3:] == ["wait collected 1"]
+
+
+def test_a_step_after_one_that_raised_waits_for_its_own_buckets() -> None:
+    steps, backend = BucketSteps[int, str](), Logged(fails=True)
+    with pytest.raises(ValueError, match="a step that fails"):
+        steps.step(backend, range(3))
+    backend.log, backend.fails = [], False
+    steps.step(backend, range(3))
+    assert backend.log[0] == "wait collected 1"  # of the step before
+    for number, place in positions(backend.log[1:]):
+        assert place[f"collect {number}"] < place[f"wait collected {number}"] < place[f"update {number}"]
+
+
+def test_optimizers_keep_their_numbers() -> None:
+    owned = schedule().with_owned([bucket(1), bucket(2)]).with_owned([bucket(3)])
+    assert owned.reordered([0, 2, 1]).buckets == owned.buckets == ((bucket(1), bucket(2)), (bucket(3),))
+    assert owned.without_owned(0).buckets == ((), (bucket(3),))
+
+
+def test_bytes_of_all_optimizers_are_counted() -> None:
+    plain = sent_bytes_per_axis(schedule(), micro_batches=2)
+    owned = schedule().with_owned([bucket(1), bucket(2)]).with_owned([bucket(10)])
+    found = sent_bytes_per_axis(owned, micro_batches=2)
+    assert {name: found[name] - plain[name] for name in plain} == {"cluster": 13 * 8, "node": 13 * 12}
+
+
+FROZEN = FlatBuffer(numel=7, param_dtype="bf16", master_dtype=None)
+
+
+def unit(name: str, numel: int = 10, role: Role = Role.BLOCK, *more: FlatBuffer) -> Unit:
+    """20 bytes, unless told otherwise."""
+    return Unit(name=name, role=role, buffers=(FlatBuffer(numel=numel, param_dtype="bf16", master_dtype="fp32"), *more))
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "groups"),
+    [
+        (0, [[0], [1], [2], [3], [4]]),
+        (20, [[0], [1], [2], [3], [4]]),
+        (21, [[0, 1], [2, 3], [4]]),
+        (41, [[0, 1, 2], [3, 4]]),
+        (1000, [[0, 1, 2, 3, 4]]),
+    ],
+)
+def test_neighbours_are_joined_until_the_bucket_is_full(bucket_bytes: int, groups: list[list[int]]) -> None:
+    units = [unit(""), *(unit(f"layers.{index}") for index in range(4))]
+    assert neighbours(units, bucket_bytes) == groups
+
+
+def test_units_inside_others_stay_as_they_are() -> None:
+    units = [unit(""), unit("a"), unit("b"), unit("b.inner"), unit("c"), unit("d")]
+    assert neighbours(units, 1000) == [[0, 1], [2], [3], [4, 5]]
+
+
+def test_a_joined_unit_has_one_buffer_of_a_kind() -> None:
+    joined = join([unit("embed", 3, Role.RESIDENT), unit("layers.0", 10, Role.BLOCK, FROZEN), unit("layers.1", 10)])
+    assert joined.name == "embed to layers.1"
+    assert joined.role is Role.RESIDENT
+    assert [(buffer.numel, buffer.trainable) for buffer in joined.buffers] == [(23, True), (7, False)]
+    assert join([joined]) == joined
+
+
+def test_a_small_root_goes_with_the_first_units_and_a_large_one_stays() -> None:
+    units = [unit("", 5), *(unit(f"layers.{index}") for index in range(4))]
+    joined, groups = join_units(units, 41)
+    assert groups == [[0, 1, 2], [3, 4]]
+    assert [(one.name, one.buffers[0].numel) for one in joined] == [("", 25), ("layers.2 to layers.3", 20)]
+    assert join_units([unit("", 21), *units[1:]], 42)[1][0] == [0]

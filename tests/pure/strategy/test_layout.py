@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from tests.pure.strategy.mixes import NAMES, mixes, notation
 from zeromesh.errors import InputError, MeshError, NotationError
-from zeromesh.strategy import Layout, Plan, Strategy
+from zeromesh.strategy import Layout, Part, Plan, Stage, Strategy, layouts_of, part_name
+from zeromesh.strategy.parts import belongs, require_known, with_given
 
 
 @st.composite
@@ -42,9 +44,12 @@ def degrees(layout):
 
 @given(layouts(), st.integers(0, 200))
 def test_shards_cover_exactly(layout, numel):
-    """Disjoint, complete, in bounds, equally long; each held by as many ranks as there are replicas."""
+    """Disjoint, complete, in bounds, equally long; each held by as many ranks as there are replicas. The state shard
+    lies in both others; coordinates count the innermost axis fastest."""
     padded = layout.padded(numel)
     assert padded % layout.multiple() == 0 and numel <= padded < numel + layout.multiple()
+    everyone = [tuple(each[axis.name] for axis in reversed(layout.axes)) for each in ranks(layout)]
+    assert everyone == list(itertools.product(*(range(axis.size) for axis in reversed(layout.axes))))
     for axes in degrees(layout):
         held = [layout.shard(padded, axes, coordinates) for coordinates in ranks(layout)]
         shards = sorted({(shard.start, shard.stop) for shard in held})
@@ -55,15 +60,8 @@ def test_shards_cover_exactly(layout, numel):
         assert len({stop - start for start, stop in shards}) == 1
         copies = layout.world // layout.degree(axes)
         assert all(held.count(slice(*shard)) == (copies if padded else layout.world) for shard in shards)
-
-
-@given(layouts(), st.integers(0, 200))
-def test_the_state_shard_lies_in_both_others(layout, numel):
-    padded = layout.padded(numel)
-    for coordinates in ranks(layout):
-        state = layout.shard(padded, layout.significant, coordinates)
-        for axes in (layout.param_axes, layout.grad_axes):
-            outer = layout.shard(padded, axes, coordinates)
+        for coordinates, outer in zip(ranks(layout), held, strict=True):
+            state = layout.shard(padded, layout.significant, coordinates)
             assert outer.start <= state.start <= state.stop <= outer.stop
 
 
@@ -109,14 +107,6 @@ def test_every_chunk_is_even_and_begins_on_16_bytes(layout, numel):
         assert padded // layout.degree(axes) * 2 % 16 == 0 and padded % layout.degree(axes) == 0
 
 
-@given(layouts())
-def test_coordinates_count_innermost_axis_fastest(layout):
-    everyone = [
-        tuple(layout.coordinates(rank)[axis.name] for axis in reversed(layout.axes)) for rank in range(layout.world)
-    ]
-    assert everyone == list(itertools.product(*(range(axis.size) for axis in reversed(layout.axes))))
-
-
 def test_the_picture_in_the_module():
     layout = Layout.of("node=3,cluster=1", [("node", 2), ("cluster", 2)])
     shards = [layout.shard(8, layout.significant, layout.coordinates(rank)) for rank in range(4)]
@@ -124,11 +114,6 @@ def test_the_picture_in_the_module():
     assert shards == [slice(0, 2), slice(4, 6), slice(2, 4), slice(6, 8)]
     params = [layout.shard(8, layout.param_axes, layout.coordinates(rank)) for rank in range(4)]
     assert params == [slice(0, 4), slice(4, 8), slice(0, 4), slice(4, 8)]
-
-
-def test_a_rising_order_chunks_over_the_outer_axis_first():
-    layout = Layout.of("node=1,cluster=2", [("node", 2), ("cluster", 2)])
-    assert [axis.name for axis in layout.significant] == ["cluster", "node"]
 
 
 @pytest.mark.parametrize(
@@ -157,48 +142,29 @@ def test_splits(text, size, parts):
     assert {axis.mesh_axis for axis in layout.axes} == {"node"} and layout.world == size
 
 
-def test_the_choice_of_amsp_for_30b():
-    layout = Layout.of("node=3,cluster[4]=1,cluster[*]=0", [("node", 8), ("cluster", 128)])
-    assert [(axis.name, axis.size, axis.stage.value) for axis in layout.axes] == [
-        ("node", 8, "3"),
-        ("cluster[0]", 4, "1"),
-        ("cluster[1]", 32, "0"),
-    ]
-
-
 MESH = [("node", 8), ("cluster", 2)]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "nod=3,cluster=1",
-            r"the mesh has no axis 'nod' \(it has, innermost first: node, cluster\): did you mean node\?",
-        ),
+        ("nod=3,cluster=1", r"no axis 'nod' \(it has, innermost first: node, cluster\): did you mean node"),
         ("node=3", r"strategy node=3 gives no stage to mesh axis 'cluster'; add cluster=0 to replicate over it"),
         ("cluster=1,node=3", r"innermost first, and this mesh is, innermost first, node, cluster; got cluster, node"),
         ("node[4]=3,node[4]=1,cluster=0", r"node\[4\]=3,node\[4\]=1 needs node to have 16 ranks; this mesh has 8"),
         ("node[3]=3,node[*]=1,cluster=0", r"needs node to have a multiple of 3 ranks; this mesh has 8"),
         ("node[4]=3,cluster=0", r"node\[4\]=3 gives a stage to 4 ranks of node; this mesh has 8: write node=3 for all"),
         ("node[3]=3,node[2]=3,cluster=0", r"node\[6\]=3 gives a stage to 6 ranks of node; this mesh has 8"),
+        ("frontier", "preset frontier has 3 levels"),
     ],
 )
 def test_a_strategy_that_does_not_fit_the_mesh(text, message):
-    with pytest.raises(MeshError, match=message):
+    with pytest.raises((MeshError, NotationError), match=message):
         Layout.of(text, MESH)
-
-
-def test_presets_take_the_names_of_the_mesh():
     assert Layout.of("hfsdp", MESH).strategy == Strategy.parse("node=3,cluster=1")
-    with pytest.raises(NotationError, match="preset frontier has 3 levels"):
-        Layout.of("frontier", MESH)
-
-
-@pytest.mark.parametrize("rank", [-1, 16])
-def test_a_rank_outside_the_mesh(rank):
-    with pytest.raises(MeshError, match=rf"rank must be 0 to 15 on this mesh; got {rank}"):
-        Layout.of("hsdp", MESH).coordinates(rank)
+    for rank in (-1, 16):
+        with pytest.raises(MeshError, match=rf"rank must be 0 to 15 on this mesh; got {rank}"):
+            Layout.of("hsdp", MESH).coordinates(rank)
 
 
 @given(
@@ -215,26 +181,13 @@ def test_a_plan_survives_json(text, micro_batch, micro_batches, recompute, dtype
         micro_batch=micro_batch,
         micro_batches=micro_batches,
         recompute=recompute,
-        param_dtype=dtype,
-        reduce_dtype=dtype,
-        grad_dtype=dtype,
-        master_dtype=dtype,
+        **dict.fromkeys(("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype"), dtype),
         predicted={"step_s": 1.5, "axes": [{"axis": "node"}]},
     )
     assert Plan.from_json(plan.to_json()) == plan
-
-
-def test_a_plan_in_a_file(tmp_path):
-    plan = Plan(strategy=Strategy.parse("node=3"), mesh=(("node", 4),))
-    (tmp_path / "plan.json").write_text(plan.to_json())
-    assert Plan.load(tmp_path / "plan.json") == plan
-
-
-def test_a_plan_from_before_masters_had_a_dtype_is_read():
-    plan = Plan(strategy=Strategy.parse("node=3"), mesh=(("node", 4),), master_dtype="bf16")
-    fields = json.loads(plan.to_json())
-    del fields["master_dtype"]
-    assert Plan.from_json(json.dumps(fields)) == replace(plan, master_dtype=None)
+    old = json.loads(plan.to_json())
+    del old["master_dtype"]  # which plans had not always
+    assert Plan.from_json(json.dumps(old)) == replace(plan, master_dtype=None)
 
 
 GOOD = Plan(strategy=Strategy.parse("node=3"), mesh=(("node", 4),)).to_json()
@@ -252,9 +205,12 @@ GOOD = Plan(strategy=Strategy.parse("node=3"), mesh=(("node", 4),)).to_json()
         (GOOD.replace('"node": 4', '"node": "four"'), r"mine\.json: not a zeromesh plan"),
     ],
 )
-def test_a_file_that_is_not_a_plan(text, message):
+def test_a_file_that_is_not_a_plan(tmp_path, text, message):
+    (tmp_path / "mine.json").write_text(text)
     with pytest.raises(InputError, match=message):
-        Plan.from_json(text, source="mine.json")
+        Plan.load(tmp_path / "mine.json")
+    (tmp_path / "mine.json").write_text(GOOD)
+    assert Plan.load(tmp_path / "mine.json").to_json() == GOOD
 
 
 @pytest.mark.parametrize(
@@ -274,3 +230,74 @@ def test_a_plan_that_cannot_be_carried_out(fields, message):
         replace(plan, **fields)
     with pytest.raises(InputError, match=message):
         Plan.from_json(json.dumps(json.loads(plan.to_json()) | fields))
+
+
+def test_every_combination_that_can_be_is_one_stage():
+    """Who has a part of parameters or gradients has that part of the states; only what is gathered is kept."""
+    can_be = {
+        (params, grads, states, kept)
+        for params, grads, states, kept in product((False, True), repeat=4)
+        if states >= (params or grads) and params >= kept
+    }
+    stages = [(stage.shards_params, stage.shards_grads, stage.shards_states, stage.kept) for stage in Stage]
+    assert len(stages) == len(set(stages)) and set(stages) == can_be
+
+
+def test_buffers_are_cut_by_what_is_sharded_furthest_first():
+    for one, other in product(Stage, repeat=2):
+        if one.shards_params >= other.shards_params and one.shards_grads >= other.shards_grads and one.shards_states:
+            assert one.significance <= other.significance
+
+
+TWO_LEVELS = (("node", 2), ("cluster", 4))
+
+
+def test_what_belongs_to_a_part() -> None:
+    class Experts:
+        pass
+
+    assert part_name(Experts) == "<Experts>" and belongs("<Experts>", "any", "Experts")
+    assert belongs("*.experts", "model.layers.0.experts", "Any") and not belongs("*.experts", "experts.0", "Any")
+    for part, message in (
+        ("*.expert", r"is \*.expert, which is to be a part: .*a\.experts"),
+        ("<Expert>", "<Experts>"),
+    ):
+        with pytest.raises(NotationError, match=f"no module of the model .*{message}"):
+            require_known([part], {"": "Net", "a.experts": "Experts"})
+
+
+def test_each_part_has_a_layout_on_its_own_mesh() -> None:
+    strategy = Strategy.parse("node=3,cluster=1 | *.experts: ranks=3 | head: node=0,cluster=1")
+    layouts = layouts_of(strategy, TWO_LEVELS, {"*.experts": [("ranks", 4)]})
+    assert list(layouts) == ["", "*.experts", "head"]
+    names = [axis.name for layout in layouts.values() for axis in layout.axes]
+    assert names == ["node", "cluster", "*.experts:ranks", "head:node", "head:cluster"]
+    assert [layout.share for layout in layouts.values()] == [1.0, 0.5, 1.0]
+
+
+def test_given_beside_the_notation() -> None:
+    text, axes = "node=3,cluster=1 | a: node=0,cluster=0", dict.fromkeys("ab", ("node", "cluster"))
+    both = with_given(Strategy.parse(text), {"a": Part(), "b": Part(strategy="ddp")}, axes)
+    assert str(both) == f"{text} | b: node=0,cluster=0"
+    with pytest.raises(NotationError, match=r"part a is given two strategies, node=0,cluster=0 and node=1,cluster=1"):
+        with_given(Strategy.parse(text), {"a": Part(strategy="zero1")}, axes)
+    with pytest.raises(NotationError, match=r"part b has no strategy: give zm.Part\(strategy=\.\.\.\), or write it"):
+        with_given(Strategy.parse(text), {"b": Part()}, axes)
+
+
+def test_a_part_that_does_not_fit_is_named() -> None:
+    for text, message in (
+        ("expert=1", r"part a: the mesh has no axis 'expert' .*; for other axes give zm.Part\(mesh"),
+        ("node=1", r"part a: strategy node=1 gives no stage to mesh axis 'cluster'"),
+        ("node=1,cluster[3]=1,cluster[*]=0", r"part a: .* needs cluster to have a multiple of 3"),
+    ):
+        with pytest.raises(MeshError, match=message):
+            layouts_of(Strategy.parse(f"node=3,cluster=1 | a: {text}"), TWO_LEVELS, {})
+
+
+def test_one_layout_is_not_for_parts_too() -> None:
+    strategy = Strategy.parse("node=3,cluster=1 | head: node=0,cluster=0")
+    with pytest.raises(NotationError, match=r"zm\.shard takes; here one must stand for all of it: leave head out"):
+        Layout.of(strategy, TWO_LEVELS)
+    plan = Plan(strategy=strategy, mesh=TWO_LEVELS)
+    assert Plan.from_json(plan.to_json()) == plan
