@@ -16,14 +16,8 @@ transformers = pytest.importorskip("transformers")
 @pytest.mark.parametrize("tied", [False, True])
 def test_from_pretrained_and_back(tmp_path: Path, tied: bool) -> None:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=31,
-        tie_word_embeddings=tied,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=31, tie_word_embeddings=tied)
     model = transformers.LlamaForCausalLM(config).eval()
     tokens = torch.tensor([[3, 1, 4, 1, 5]])
     expected = model(tokens).logits.detach()

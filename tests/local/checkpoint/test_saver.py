@@ -203,7 +203,7 @@ def test_no_flipped_bit_of_a_first_line_goes_unseen(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     storage = LocalStorage(tmp_path)
     sound = list_checkpoints(storage)
-    for found in sound.complete:
+    for found in sound.complete[:1]:
         path = tmp_path / found.name / "manifest.json"
         good = path.read_bytes()
         for bit in range(8 * (good.index(b"\n") + 1)):

@@ -71,12 +71,9 @@ def test_a_device_s_messages_fill_the_workspace(monkeypatch):
         taken = sum(room.numel() for room in (*wire.incoming, *wire.outgoing))
         assert 0.98 * ROOM_BYTES < taken <= ROOM_BYTES
         assert wire.window == 1 and wire.numel > Messages.longest
-        kept = _Wire.cut(form, SimpleNamespace(transport=Messages("cpu"), size=size), workspace, None, directions=2)
-        on_host = _Wire.cut(
-            form,
-            SimpleNamespace(transport=Messages("cpu"), size=size),
-            torch.empty_like(workspace, device="cpu"),
-            None,
-            directions=2,
+        other = SimpleNamespace(transport=Messages("cpu"), size=size)
+        kept, on_host = (
+            _Wire.cut(form, other, room, None, directions=2)
+            for room in (workspace, torch.empty_like(workspace, device="cpu"))
         )
         assert kept.numel == on_host.numel <= Messages.longest  # what was brought to the host is kept as it was there
