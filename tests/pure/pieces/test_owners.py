@@ -44,20 +44,31 @@ def llama(name: str, strategy: str, mesh: list[tuple[str, int]]) -> tuple[Owners
     return choose_owners(layout, tensors, costs), tensors, costs
 
 
-@pytest.mark.parametrize("name", LLAMA)
-@pytest.mark.parametrize("nodes", [1, 2, 4, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("name", "nodes"), [("7b", 1), ("7b", 4), ("7b", 16), ("7b", 128), ("70b", 1), ("70b", 16), ("70b", 128)]
+)
 def test_llama_is_even_or_as_even_as_it_can_be(name: str, nodes: int) -> None:
-    """On 8 to 1,024 ranks: within 10 % of the mean, or no choice is better."""
+    """On 8 to 1,024 ranks: within 10 % of the mean, or no choice is better. However short buckets are to be, all
+    together take at most 10 % longer than the owner with the most."""
     owners, tensors, costs = llama(name, "node=3,cluster=1", [("node", 8), ("cluster", nodes)])
     ranks = 8 * nodes
-    mean = sum(costs) / ranks
-    assert owners.balance == pytest.approx(max(owners.loads) / mean)
+    assert owners.balance == pytest.approx(max(owners.loads) / (sum(costs) / ranks))
     assert owners.balance <= 1.1 or max(owners.loads) == pytest.approx(owners.bound, rel=1e-5)
-    if len(costs) >= 3 * ranks:
-        held: Counter[int] = Counter()
-        for tensor, rank in zip(tensors, owners.rank_of, strict=True):
-            held[rank] += tensor.numel
-        assert owners.balance <= 1.1 and max(held.values()) <= 1.1 * sum(held.values()) / ranks
+    if len(costs) < 3 * ranks:
+        return
+    held: Counter[int] = Counter()
+    for tensor, rank in zip(tensors, owners.rank_of, strict=True):
+        held[rank] += tensor.numel
+    assert owners.balance <= 1.1 and max(held.values()) <= 1.1 * sum(held.values()) / ranks
+    buckets = cut(tensors, owners, costs, 1_000_000)
+    together = 0.0
+    for bucket in buckets:
+        loads = [0.0] * ranks
+        for index in bucket:
+            loads[owners.rank_of[index]] += costs[index]
+        together += max(loads)
+    assert len(buckets) > 1
+    assert max(owners.loads) * (1 - 1e-9) <= together <= 1.1 * max(owners.loads)
 
 
 def best(costs: Sequence[float], ranks: int) -> float:
@@ -89,6 +100,7 @@ def test_no_choice_is_below_the_bound_and_ours_is_near_the_best(costs: list[floa
         ([12.75] * 3 + [6] * 4, 4, 18.75),  # a short one beside a long one, though the mean is below that
         ([5, 5, 4, 4, 3, 3, 3], 3, 9),  # longest first alone comes to 11
         ([20, 1, 1], 2, 20),
+        ([9, 25], 8, 25),  # more ranks than tensors
     ],
 )
 def test_packed_where_longest_first_is_not_enough(costs: list[float], ranks: int, least: float) -> None:
@@ -156,10 +168,14 @@ def elements(of: Part | Share, shape: tuple[int, ...]) -> list[int]:
     return [element for start, length, _ in runs for element in range(start, start + length)]
 
 
-@given(cases())
-def test_each_tensor_has_one_owner_and_no_rank_far_too_much(case: tuple[Layout, list[Placement], list[float]]) -> None:
+@given(cases(), st.integers(1, 60), st.sampled_from([1.0, 1.1, math.inf]))
+def test_each_tensor_has_one_owner_and_no_rank_far_too_much(
+    case: tuple[Layout, list[Placement], list[float]], most: int, waits: float
+) -> None:
     layout, tensors, costs = case
     owners = choose_owners(layout, tensors, costs)
+    buckets = cut(tensors, owners, costs, most, waits=waits)
+    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(tensors)))
     ranks = layout.degree(layout.significant)
     assert len(owners.rank_of) == len(tensors) and all(0 <= rank < ranks for rank in owners.rank_of)
     loads: Counter[int] = Counter()
@@ -239,31 +255,6 @@ def test_bytes_are_what_lies_elsewhere_than_the_owner(case: tuple[Layout, list[P
         assert +sent[name] == +Counter({axis: width * count for axis, count in expected.items()})
 
 
-@given(cases(), st.integers(1, 60), st.sampled_from([1.0, 1.1, math.inf]))
-def test_buckets_hold_each_tensor_once(
-    case: tuple[Layout, list[Placement], list[float]], most: int, waits: float
-) -> None:
-    layout, tensors, costs = case
-    owners = choose_owners(layout, tensors, costs)
-    buckets = cut(tensors, owners, costs, most, waits=waits)
-    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(tensors)))
-
-
-@pytest.mark.parametrize(("name", "nodes"), [("7b", 1), ("7b", 4), ("70b", 1), ("70b", 16)])
-def test_buckets_keep_every_rank_at_work(name: str, nodes: int) -> None:
-    """However short they are to be, all together take at most 10 % longer than the owner with the most."""
-    owners, tensors, costs = llama(name, "node=3,cluster=1", [("node", 8), ("cluster", nodes)])
-    buckets = cut(tensors, owners, costs, 1_000_000)
-    together = 0.0
-    for bucket in buckets:
-        loads = [0.0] * len(owners.loads)
-        for index in bucket:
-            loads[owners.rank_of[index]] += costs[index]
-        together += max(loads)
-    assert len(buckets) > 1
-    assert max(owners.loads) * (1 - 1e-9) <= together <= 1.1 * max(owners.loads)
-
-
 def test_owners_are_near_their_slices() -> None:
     """Of a block of eight equal matrices on eight ranks each rank holds one whole: nothing moves."""
     layout = Layout.of("node=3", [("node", 8)])
@@ -271,10 +262,3 @@ def test_owners_are_near_their_slices() -> None:
     owners = choose_owners(layout, tensors, [1.0] * 32)
     assert owners.balance == 1.0
     assert not any(part.hops for part in passage(layout, tensors, owners.rank_of))
-
-
-def test_more_ranks_than_tensors() -> None:
-    layout = Layout.of("node=1", [("node", 8)])
-    owners = choose_owners(layout, placements(layout, [[(3, 3), (5, 5)]]), [9.0, 25.0])
-    assert sorted(owners.loads) == [0.0] * 6 + [9.0, 25.0]
-    assert owners.bound == 25.0

@@ -24,34 +24,20 @@ def names(directory: Path, *exclude: str) -> list[str]:
     return [name for name, _ in find_files([f"{directory}/**/*.txt"], exclude)]
 
 
-def test_every_file_is_used_once_and_a_fraction_is_held_out(directory: Path) -> None:
+def test_every_file_is_used_once_and_a_fraction_is_held_out(
+    directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     found = names(directory)
     assert len(set(found)) == len(found) == 60
     assert found == sorted(found)
     assert 4 <= sum(is_held_out(name, 0.2) for name in found) <= 20
-
-
-def test_choice_of_held_out_files_ignores_where_they_lie(
-    directory: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    before = names(directory)
+    assert {name.split("/")[0] for name in names(directory, "*/part1/*")} == {"part0", "part2"}
     moved = tmp_path_factory.mktemp("elsewhere") / "deep"
     directory.rename(moved)
-    assert names(moved) == before
-
-
-def test_excluded_files_are_left_out(directory: Path) -> None:
-    assert {name.split("/")[0] for name in names(directory, "*/part1/*")} == {"part0", "part2"}
-
-
-def test_stdlib_is_found_on_every_machine() -> None:
-    found = {path.name for _, path in find_files(["{stdlib}/*.py"])}
-    assert {"ast.py", "typing.py"} <= found
-
-
-def test_glob_without_a_match_is_an_error(tmp_path: Path) -> None:
+    assert names(moved) == found  # wherever they lie, the same are held out
     with pytest.raises(ConfigError, match=r"data.files: '.*/\*\*/\*.txt' matches no file"):
-        names(tmp_path)
+        names(directory)
+    assert {"ast.py", "typing.py"} <= {path.name for _, path in find_files(["{stdlib}/*.py"])}
 
 
 def tokens(tokenizer: Tokenizer, *texts: bytes) -> list[int]:

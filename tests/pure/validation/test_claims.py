@@ -1,11 +1,21 @@
 """What a claim's range spans, and when it is met."""
 
+from __future__ import annotations
+
+from dataclasses import replace
 from math import prod
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from validation.allocated import AllocatedPeak
 from validation.assumptions import Point, assumptions, open_points
 from validation.claims import Claim, _claim
+from validation.row import Row, predicted_row
+from validation.score import percentile, score, spearman
+from zeromesh.model import ModelSpec, Recomputation, UnitKind, preset
+from zeromesh.model.shape import MEGATRON
 
 
 def claim(low: float, high: float, **goal: float | bool) -> Claim:
@@ -61,3 +71,83 @@ def test_open_points_begin_with_what_is_assumed():
     first, *others = open_points("frontier")
     assert first["micro_batch"] == "2" and first["overlap"] == "no"
     assert all(point != first for point in others)
+
+
+def row(measured: float, predicted: float, group: str = "g", **fields) -> Row:
+    return predicted_row(Row(table="t", label="l", group=group, unit="u", measured=measured, **fields), [predicted])
+
+
+def test_fitted_and_excluded_rows_count_for_nothing():
+    rows = [row(100, 110), row(100, 100), row(100, 500, fitted=True), row(100, 900, excluded="tensor parallelism")]
+    result = score("t", rows)
+    assert (result.count, result.fitted, result.excluded) == (2, 1, 1)
+    assert result.worst == pytest.approx(0.1)
+    assert result.median == pytest.approx(0.05)
+
+
+def test_winners_are_counted_among_groups_of_several():
+    rows = [row(1, 1, "a"), row(2, 3, "a"), row(1, 5, "b"), row(2, 3, "b"), row(9, 9, "alone")]
+    assert score("t", rows).winners == (1, 2)
+
+
+def test_the_range_holds_what_it_spans():
+    spread = predicted_row(Row(table="t", label="l", group="g", unit="u", measured=5.0), [4.0, 6.0, 3.0])
+    assert (spread.predicted, spread.low, spread.high) == (4.0, 3.0, 6.0)
+    assert score("t", [spread]).in_range == 1
+
+
+def test_rank_correlation():
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert spearman([1, 1, 2], [5, 5, 9]) == pytest.approx(1)
+    assert spearman([1, 2], [1, 2]) is None
+    assert spearman([1, 1, 1], [1, 2, 3]) is None
+
+
+@given(st.lists(st.floats(0, 10), min_size=1), st.floats(0, 1))
+def test_a_percentile_lies_between_its_neighbours(values, share):
+    ordered = sorted(values)
+    assert ordered[0] <= percentile(ordered, share) <= ordered[-1]
+    assert percentile(ordered, 0) == ordered[0]
+    assert percentile(ordered, 1) == ordered[-1]
+
+
+TOKENS, WORLD = 4096, 8
+HIDDEN, FFN, VOCAB = 4096, 11008, 32000
+BLOCK = 4 * HIDDEN**2 + 3 * HIDDEN * FFN + 2 * HIDDEN
+
+
+def llama(blocks: int) -> ModelSpec:
+    model = preset("llama2-7b", kernels=MEGATRON)
+    return replace(model, units=tuple(replace(u, count=blocks) if u.kind is UnitKind.BLOCK else u for u in model.units))
+
+
+def peak(model: ModelSpec, recomputation: Recomputation = Recomputation.NONE) -> float:
+    return AllocatedPeak(
+        model=model, world=WORLD, tokens=TOKENS, seq_len=TOKENS, recomputation=recomputation
+    ).above_backward_end()
+
+
+def test_with_one_block_the_head_is_the_peak():
+    """Its weight, the weight's gradient and a copy of the logits, beside all that was saved; the norm's weight is
+    gathered, and none of the gradient shards that the end of the backward holds is there yet."""
+    model = llama(1)
+    beside = 2 * (VOCAB * HIDDEN) + 2 * HIDDEN + 2 * (VOCAB * HIDDEN) + 2 * TOKENS * VOCAB
+    shards = 4 * model.num_params / WORLD
+    saved = TOKENS * model.saved_activation_bytes(TOKENS, Recomputation.NONE)
+    assert peak(model) == pytest.approx(saved + beside - shards)
+
+
+def test_with_two_blocks_the_copy_of_the_last_ones_gradients_is():
+    """Two blocks gathered, the second one's gradients twice, its input and that one's gradient; of the shards those of
+    head and norm are there."""
+    model = llama(2)
+    one = next(u for u in model.units if u.kind is UnitKind.BLOCK)
+    embedding = VOCAB * HIDDEN
+    saved = TOKENS * (8 + one.saved_bytes(TOKENS, Recomputation.NONE))
+    expected = saved + 2 * 2 * BLOCK + 2 * 2 * BLOCK + 2 * 2 * TOKENS * HIDDEN - 4 * (embedding + 2 * BLOCK) / WORLD
+    assert peak(model) == pytest.approx(expected)
+
+
+def test_recomputation_lowers_the_peak_of_many_blocks():
+    assert peak(llama(8), Recomputation.FULL) < 0.5 * peak(llama(8))

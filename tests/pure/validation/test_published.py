@@ -30,10 +30,6 @@ def test_amsps_choices_come_out(model: str, world: int, choice: str, bucket_byte
     assert chosen(amsp(model, world, assumptions=Assumptions(bucket_bytes=bucket_bytes))) == choice
 
 
-def test_amsps_choices_also_come_out_at_512_devices() -> None:
-    assert [chosen(amsp(model, 512)) for model, _, _ in AMSPS_CHOICES] == [choice for _, _, choice in AMSPS_CHOICES]
-
-
 def test_what_amsps_choices_need_of_temporaries() -> None:
     """An fp32 gradient, 4 bytes, lies between what lets 7B fit and what keeps the cheaper (2,8,8) from 13B."""
     less, more = Assumptions(temporary_bytes=3.6), Assumptions(temporary_bytes=4.5)
@@ -101,10 +97,6 @@ def test_paros_fastest_of_65b_is_the_only_fast_one_that_fits() -> None:
     assert (best.name, best.fits) == ("IIG", True) and second.objective_s > 2 * best.objective_s
 
 
-def test_paros_space_has_its_14_strategies() -> None:
-    assert len(paro()) == 14
-
-
 def test_paros_closed_form_by_hand() -> None:
     """IIG: 10 micro-batches of 3 (m-1)/m V/B', then (n_g-1)/n_g V/B for each of gradients and parameters."""
     times = {row.name: row.objective_s for row in paro()}
@@ -122,4 +114,4 @@ def test_paros_orderings() -> None:
     times = {row.name: row.objective_s for row in paro()}
     assert times["GGG"] == max(times.values())
     assert times["IIG"] < times["IGG"] < times["GGG"]
-    assert times["NIG"] < times["NGG"]
+    assert times["NIG"] < times["NGG"] and len(times) == 14

@@ -1,18 +1,19 @@
 """Published tables against predictions. Bounds are the project's goals, or where one is missed, what is reached."""
 
 from functools import cache
+from itertools import islice
 
 import pytest
 from typer.testing import CliRunner
 
 from validation.__main__ import app
-from validation.assumptions import assumed, assumptions
+from validation.assumptions import assumed, assumptions, open_points
 from validation.claims import Claim
-from validation.errors import ERRORS, errors_json
+from validation.errors import ERRORS
 from validation.page import page, remarks
 from validation.row import Row, published
 from validation.score import GOALS, score
-from validation.tables import SOURCES
+from validation.tables import SOURCES, amsp, ratios
 from validation.tables.amsp import _ENGINES, AMSP_LAYOUT, amsp_step
 from validation.tables.fsdp import _reserved_gib
 from zeromesh.cluster import preset
@@ -22,16 +23,12 @@ from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.report.uncertainty import published_errors, uncertainty_lines
 from zeromesh.simulator import FixedWorkload, simulate
 
-#: The source of each table.
 SOURCE_OF = {
-    "AMSP Table V": "amsp",
-    "AMSP Fig. 12": "amsp",
+    **dict.fromkeys(("AMSP Table V", "AMSP Fig. 12"), "amsp"),
     "AMSP layouts, one engine": "amsp-layouts",
     "AMSP MFU": "amsp-mfu",
-    "LLM Foundry, one node": "llm-foundry",
-    "LLM Foundry, several nodes": "llm-foundry",
-    "torchtitan": "torchtitan",
-    "torchtitan memory": "torchtitan",
+    **dict.fromkeys(("LLM Foundry, one node", "LLM Foundry, several nodes"), "llm-foundry"),
+    **dict.fromkeys(("torchtitan", "torchtitan memory"), "torchtitan"),
     "ZeRO++ over ZeRO-3": "zeropp",
     "PaRO": "paro",
     "Frontier": "frontier",
@@ -44,12 +41,13 @@ SOURCE_OF = {
 }
 
 
-CHEAP = tuple(dict.fromkeys(SOURCE_OF.values()))
-
-
 @cache
 def source_rows(name: str) -> list[Row]:
-    return list(SOURCES[name]())
+    """Each row once; the points of what a paper leaves open, which span a row's range, for one table only."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (ratios, amsp) if name != "amsp-layouts" else ():
+            patch.setattr(module, "open_points", lambda table: islice(open_points(table), 1))
+        return list(SOURCES[name]())
 
 
 class Tables:
@@ -70,17 +68,10 @@ def tables() -> Tables:
     return Tables()
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
-        "AMSP Fig. 12",
-        "LLM Foundry, several nodes",
-        "torchtitan memory",
-        "InternEvo memory",
-        "Galvatron memory",
-        "ZeRO++ over ZeRO-3",
-    ],
-)
+MET = ["AMSP Fig. 12", "LLM Foundry, several nodes", "torchtitan memory", "InternEvo memory", "Galvatron memory"]
+
+
+@pytest.mark.parametrize("table", [*MET, "ZeRO++ over ZeRO-3"])
 def test_goals_that_are_met_stay_met(tables, table):
     result = score(table, tables[table])
     assert result.meets_goal, result
@@ -110,11 +101,8 @@ def test_goals_that_are_missed_are_missed_by_no_more(tables, table):
     median, p90 = REACHED[table]
     assert not result.meets_goal
     assert result.median <= median and result.p90 <= p90, result
-
-
-def test_the_errors_that_plans_print_are_up_to_date(tables):
-    rows = [row for table in tables.values() for row in table]
-    assert ERRORS.read_text() == errors_json(rows), "run make validate"
+    if table == "AMSP Table V":
+        assert result.winners[0] == result.winners[1] > 0
 
 
 def test_plans_say_how_far_their_kind_of_prediction_was_off():
@@ -132,11 +120,15 @@ def test_the_layouts_ablation_comes_out_with_gathers_exposed(tables):
     assert [row.high / row.measured for row in rows] == pytest.approx([0.922, 0.923, 0.977], abs=0.01)
 
 
-def test_galvatrons_activations_are_within_a_percent(tables):
-    saved = [r for r in tables["Galvatron memory"] if r.label.startswith("activations") and r.in_scope]
+def test_galvatrons_activations_are_within_a_percent_and_states_within_three(tables):
+    rows = [r for r in tables["Galvatron memory"] if r.in_scope]
+    saved = [r for r in rows if r.label.startswith("activations")]
     exact = [r for r in saved if "peak" not in r.label]
     assert len(saved) == 18 and len(exact) == 10
     assert all(abs(row.error) < 0.01 for row in exact)
+    states = [r for r in rows if r.label.startswith("model state")]
+    assert len(states) == 8
+    assert all(abs(row.error) < 0.03 for row in states)
 
 
 def test_paros_orderings_come_out(tables):
@@ -146,17 +138,6 @@ def test_paros_orderings_come_out(tables):
             assert row.predicted == pytest.approx(1, abs=0.01)
         elif row.in_scope:
             assert row.predicted > 1, row.label
-
-
-def test_the_ablations_order_of_overlaps_comes_out(tables):
-    result = score("AMSP Table V", tables["AMSP Table V"])
-    assert result.winners[0] == result.winners[1] > 0
-
-
-def test_model_state_of_the_memory_profile_is_within_three_percent(tables):
-    states = [r for r in tables["Galvatron memory"] if r.label.startswith("model state") and r.in_scope]
-    assert len(states) == 8
-    assert all(abs(row.error) < 0.03 for row in states)
 
 
 def test_reserved_memory_leaves_out_what_is_no_tensors():
@@ -179,17 +160,16 @@ def test_every_published_row_appears_once(tables):
     assert len(internevo) == len(published("internevo_memory_a800"))
 
 
-def test_only_the_rows_of_the_fit_are_marked_fitted(tables):
-    fitted = [row for rows in tables.values() for row in rows if row.fitted]
+def test_only_the_rows_of_the_fit_are_marked_fitted_and_what_is_out_of_scope_says_why(tables):
+    every = [row for rows in tables.values() for row in rows]
+    fitted = [row for row in every if row.fitted]
     assert {row.table for row in fitted} == {"LLM Foundry, one node", "Collectives of tp and ep"}
     models = {row.label.split(",")[0] for row in fitted if row.table.startswith("LLM")}
     assert models == {"1b", "7b", "30b"}
-
-
-def test_what_is_out_of_scope_says_why(tables):
-    out = [row for rows in tables.values() for row in rows if not row.in_scope]
+    out = [row for row in every if not row.in_scope]
     assert len(out) > 20
     assert all(len(row.excluded) > 5 for row in out)
+    assert set(GOALS) <= set(tables) == set(remarks())
 
 
 def test_assumptions_are_complete():
@@ -198,47 +178,33 @@ def test_assumptions_are_complete():
     assert assumed("zeropp", "18B").choices[0] == assumed("zeropp", "18B").value
 
 
-def test_every_goal_and_remark_names_a_table(tables):
-    assert set(GOALS) <= set(tables)
-    assert set(remarks()) == set(tables)
-
-
 def test_the_page_shows_every_table_and_row(tables):
-    claim = Claim(
-        paper="P",
-        text="gain",
-        claimed=2.0,
-        predicted=1.9,
-        low=1.5,
-        high=2.5,
-        moved_by=(("batch", 1.5, 1.9), ("shape", 1.9, 2.5), ("nics", 1.9, 2.0)),
-        tolerance=0.1,
-        why="because",
-    )
+    moved = (("batch", 1.5, 1.9), ("shape", 1.9, 2.5), ("nics", 1.9, 2.0))
+    span = {"claimed": 2.0, "predicted": 1.9, "low": 1.5, "high": 2.5, "tolerance": 0.1}
+    claim = Claim(paper="P", text="gain", moved_by=moved, why="because", **span)
     shown = ["InternEvo memory", "Galvatron memory"]
     rows = [row for table in shown for row in tables[table]]
     text = page(rows, [claim])
     assert all(f"### {table}\n" in text for table in shown)
     assert text.count("\n| ") > len(rows)
-    moved = "batch (1.5 to 1.9); shape (1.9 to 2.5)"
-    assert f"| P | gain | 2 | 1.9 | 1.5 to 2.5 | 10%: missed, in range | {moved} | because |" in text
+    words = "batch (1.5 to 1.9); shape (1.9 to 2.5)"
+    assert f"| P | gain | 2 | 1.9 | 1.5 to 2.5 | 10%: missed, in range | {words} | because |" in text
 
 
-def test_the_command_prints_the_rows_of_a_source():
-    result = CliRunner().invoke(app, ["internevo"])
-    assert result.exit_code == 0, result.output
-    assert "GPUs, fsdp" in result.output and "met" in result.output
-
-
-def test_the_command_writes_the_page_and_the_errors(monkeypatch, tmp_path, tables):
+def test_the_command_writes_the_page_and_the_errors(monkeypatch, tmp_path):
+    """The errors that plans print are up to date: else run make validate."""
     page_file, errors_file = tmp_path / "page.md", tmp_path / "errors.json"
     monkeypatch.setattr("validation.__main__.PAGE", page_file)
     monkeypatch.setattr("validation.errors.ERRORS", errors_file)
     monkeypatch.setattr("validation.claims.claims", lambda: iter(()))
-    monkeypatch.setattr("validation.tables.SOURCES", {name: lambda name=name: source_rows(name) for name in CHEAP})
+    sources = {name: lambda name=name: source_rows(name) for name in dict.fromkeys(SOURCE_OF.values())}
+    monkeypatch.setattr("validation.tables.SOURCES", sources)
     assert CliRunner().invoke(app, []).exit_code == 0
     assert "### InternEvo memory" in page_file.read_text()
     assert errors_file.read_text() == ERRORS.read_text()
+    result = CliRunner().invoke(app, ["internevo"])
+    assert result.exit_code == 0, result.output
+    assert "GPUs, fsdp" in result.output and "met" in result.output
 
 
 def test_an_unknown_table_names_the_nearest():
@@ -247,7 +213,7 @@ def test_an_unknown_table_names_the_nearest():
     assert "did you mean internevo" in str(result.exception)
 
 
-@pytest.mark.parametrize("size", ["7B", "13B"])
+@pytest.mark.parametrize("size", ["13B"])
 def test_the_overlap_of_a_strategy_is_the_papers_ablation(size):
     """The page has it from mechanics of AMSP's engine; `;overlap=`, which users have, must say the same: it waits for
     each unit's reduction at the boundary, where the paper's executor waits for all at the end."""
