@@ -17,7 +17,7 @@ def test_stop_says_what_and_how_to_go_on() -> None:
         NonFinite().judge("step 3: x")
 
 
-def test_so_many_in_a_row_and_no_more() -> None:
+def test_so_many_in_a_row_or_in_all_and_no_more() -> None:
     counts = NonFinite(remedy="skip", most_in_a_row=2)
     for _ in range(3):
         assert [counts.judge(""), counts.judge("")] == ["skip", "skip"]
@@ -26,9 +26,6 @@ def test_so_many_in_a_row_and_no_more() -> None:
     counts.judge("")
     with pytest.raises(NonFiniteError, match=r"step 9: x: number 3 in a row, and nonfinite_in_a_row = 2"):
         counts.judge("step 9: x")
-
-
-def test_so_many_in_all() -> None:
     counts = NonFinite(remedy="rollback", most_in_all=2)
     for step in (4, 9):
         assert counts.judge("") == "rollback"

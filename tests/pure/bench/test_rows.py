@@ -7,11 +7,13 @@ import pytest
 
 from bench.__main__ import _print, _write
 from bench.cells import Found
-from bench.matrix import Cell, Topology, make_cells
+from bench.matrix import STRATEGIES, TOPOLOGIES, Cell, Topology, make_cells
 from bench.rows import _over_links, choices_of, make_rows, noise_of, shown, summarise
+from lab import LabError
 from tests.pure.measure.probed import BATCH, MESH, raw
+from zeromesh.errors import InputError, MeshError
 from zeromesh.measure.probe import from_raw
-from zeromesh.measure.steps import planned
+from zeromesh.measure.steps import Batch, planned
 from zeromesh.strategy import Layout
 
 TREE = "2@200mbit,2"
@@ -118,3 +120,51 @@ def test_the_best_predicted_is_held_against_the_best_measured():
     assert found["median_error"] < 1e-9 and (found["choices"], found["right"]) == (1, 1)
     assert summary(best=1.02 * second)["right"] == 1  # within 3 % of the best
     assert summary(best=1.05 * second)["right"] == 0
+
+
+BATCHES = [Batch(micro_batches=count, dtype=dtype) for count in (1, 4) for dtype in ("fp32", "bf16")]
+
+
+def test_the_whole_matrix():
+    cells = make_cells((), (), BATCHES)
+    assert len(cells) == sum(len(STRATEGIES[len(Topology(text=text).axes)]) for text in TOPOLOGIES) * len(BATCHES)
+    assert len(set(cells)) == len(cells)
+    assert all(Cell.from_json(cell.to_json()) == cell for cell in cells)
+    twice = make_cells(["2@1gbit,2"] * 2, ["zero3", "node=3,cluster=3"], BATCHES[:1] * 2)
+    assert [cell.strategy for cell in twice] == ["node=3,cluster=3"]
+    assert make_cells(["a=2,b=2,c=2,d=2"], ["zero3"], BATCHES)
+
+
+def test_strategies_of_other_levels_are_left_out():
+    cells = make_cells(["node=2", "cluster=2,node=2"], ["node=3,cluster=1", "node=3"], BATCHES[:1])
+    assert [(c.topology, c.strategy) for c in cells] == [("node=2", "node=3"), ("cluster=2,node=2", "node=3,cluster=1")]
+    presets = make_cells(["node=2", "cluster=2,node=2"], ["zero3"], BATCHES[:1])
+    assert [cell.strategy for cell in presets] == ["node=3", "node=3,cluster=3"]
+
+
+def test_levels_of_topologies():
+    assert Topology(text="2@200mbit,2@1gbit,2").axes == (("package", 2), ("node", 2), ("cluster", 2))
+    assert Topology(text="cluster=2,node=4").axes == (("node", 4), ("cluster", 2))
+    assert Topology(text="2@200mbit,4").mesh == {"cluster": 2, "node": 4}
+    assert Topology(text="2@200mbit,1").mesh == {"node": 2}
+    for text in TOPOLOGIES:
+        axes = Topology(text=text).axes
+        for strategy in STRATEGIES[len(axes)]:
+            assert [term.partition("=")[0] for term in strategy.split(",")] == [name for name, _ in axes]
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: make_cells(["2@fast,2"], (), BATCHES), LabError),
+        (lambda: make_cells(["2,2"], (), BATCHES), MeshError),
+        (lambda: make_cells(["1@1gbit,1"], (), BATCHES), MeshError),
+        (lambda: make_cells(["a=2,b=2,c=2,d=2"], (), BATCHES), InputError),  # no strategy has its levels
+        (lambda: Batch(dtype="fp16"), InputError),
+        (lambda: Batch(micro_batches=0), InputError),
+        (lambda: Batch(tokens=-1), InputError),
+    ],
+)
+def test_what_is_refused(make, error):
+    with pytest.raises(error, match=r"must be|no strategy has the levels|sizes by axis|rate|levels of more"):
+        make()

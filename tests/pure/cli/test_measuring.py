@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from math import prod
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_ranks_of_a_torchrun_say_it_once(monkeypatch, zeromesh, bench):
 def test_a_failed_check_is_an_exit_code(monkeypatch, zeromesh, tmp_path, status, code):
     from zeromesh.measure import selftest
 
-    environment = {"zeromesh": "1", "torch": "2", "device": "cpu", "backend": "gloo", "mesh": "node=2"}
+    environment: dict[str, Any] = {"zeromesh": "1", "torch": "2", "device": "cpu", "backend": "gloo", "mesh": "node=2"}
     found = (("parity", "ok", "same"), ("links", status, "slow"))
     checks = tuple(selftest.Check(name=name, status=status, detail=detail) for name, status, detail in found)
     environment |= {"hosts": {"a": 2}}

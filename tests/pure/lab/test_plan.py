@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab import LinkLevel, Tree, Wiring
+from lab import LinkBytes, LinkLevel, Tree, Wiring, by_level, counters, difference
+from lab.environment import environment
 from lab.plan import Bucket, address, mac
 
 SIZES = st.lists(st.integers(1, 3), min_size=1, max_size=3)
@@ -29,13 +30,9 @@ def lines_of(plan, program):
             yield from ((namespace, line) for line in command.stdin.splitlines())
 
 
-def test_three_levels_make_these_namespaces():
-    assert wiring(2, 2).namespaces == tuple(
-        f"zmlab-1-0-{end}" for end in ("root", "0", "1", "0.0", "0.1", "1.0", "1.1")
-    )
-
-
 def test_a_namespace_is_made_before_it_is_used():
+    ends = ("root", "0", "1", "0.0", "0.1", "1.0", "1.1")
+    assert wiring(2, 2).namespaces == tuple(f"zmlab-1-0-{end}" for end in ends)
     commands = wiring(2, 2).up()
     assert commands[0].stdin.split("\n")[0] == "netns add zmlab-1-0-root"
     assert [command.purpose for command in commands[:2]] == ["make network namespaces", "make veth pairs"]
@@ -91,6 +88,8 @@ def test_each_link_is_shaped_at_both_ends():
     buckets = {(bucket.namespace, bucket.interface): bucket.rate_bytes_per_s for bucket in wiring(2).buckets}
     root, *below = wiring(2).namespaces
     assert buckets == {(root, "port0"): 25e6, (root, "port1"): 25e6, (below[0], "eth0"): 25e6, (below[1], "eth0"): 25e6}
+    plan = wiring(2, rate_bytes_per_s=None)
+    assert plan.buckets == () and not list(lines_of(plan, "tc"))
 
 
 @pytest.mark.parametrize(
@@ -106,12 +105,6 @@ def test_burst_and_queue_grow_with_the_rate(rate_bytes_per_s, instruction):
     assert bucket.instruction == instruction
 
 
-def test_an_unshaped_link_has_no_bucket():
-    plan = wiring(2, rate_bytes_per_s=None)
-    assert plan.buckets == ()
-    assert not list(lines_of(plan, "tc"))
-
-
 def test_one_leaf_without_links_uses_loopback():
     plan = wiring()
     assert [line for _, line in lines_of(plan, "ip")] == ["netns add zmlab-1-0-root", "link set lo up"]
@@ -123,3 +116,72 @@ def test_ipv6_is_kept_quiet_where_the_kernel_has_it(has_ipv6):
     quiet = [line for _, line in lines_of(wiring(2, has_ipv6=has_ipv6), "ip") if "addrgenmode none" in line]
     # two ports and the bridge of the root, one interface in each leaf
     assert len(quiet) == (5 if has_ipv6 else 0)
+
+
+WIRING = Wiring(lab="zmlab-1-0", tree=Tree.parse("2@200mbit,1@1gbit,1"))
+
+
+def row(interface, *, received, sent):
+    return {
+        "ifname": interface,
+        "stats64": {"rx": {"bytes": received, "packets": received // 100}, "tx": {"bytes": sent, "packets": 0}},
+    }
+
+
+def test_what_the_upper_end_receives_was_sent_from_below():
+    printed = {
+        (): [row("lo", received=7, sent=7), row("port0", received=500, sent=40), row("port1", received=0, sent=2)],
+        (0,): [row("eth0", received=40, sent=500), row("port0", received=501, sent=41)],
+        (1,): [row("port0", received=3, sent=4)],
+    }
+    read = counters.parse(WIRING.tree.links, printed)
+    assert {name: (link.sent_bytes, link.received_bytes) for name, link in read.items()} == {
+        "0": (500, 40),
+        "1": (0, 2),
+        "0.0": (501, 41),
+        "1.0": (3, 4),
+    }
+    assert read["0"].sent_packets == 5
+    assert [level.sent_bytes for level in by_level(WIRING, read)] == [500, 504]
+    assert [level.sent_payload_bytes for level in by_level(WIRING, read)] == [500 - 5 * 66, 504 - 5 * 66]
+
+
+def test_counts_are_read_once_for_each_switch():
+    assert [command.argv[2] for command in counters.read_commands(WIRING).values()] == [
+        "zmlab-1-0-root",
+        "zmlab-1-0-0",
+        "zmlab-1-0-1",
+    ]
+
+
+def test_a_difference_is_taken_link_by_link():
+    before = {"0": LinkBytes(sent_bytes=1, received_bytes=2, sent_packets=3, received_packets=4)}
+    after = {"0": LinkBytes(sent_bytes=11, received_bytes=22, sent_packets=33, received_packets=44)}
+    spent = difference(after, before)
+    assert spent == {"0": LinkBytes(sent_bytes=10, received_bytes=20, sent_packets=30, received_packets=40)}
+    assert spent["0"] + before["0"] == after["0"]
+
+
+def of_rank(rank, text="2@200mbit,2@1gbit,2", around=()):
+    plan = Wiring(lab="zmlab-1-0", tree=Tree.parse(text))
+    return environment(plan, plan.tree.places[rank], port=29501, around=dict(around))
+
+
+def test_a_rank_sees_what_torchrun_would_tell_it():
+    expected = """RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=2 GROUP_WORLD_SIZE=4 NODE_RANK=2
+        ROLE_RANK=5 ROLE_WORLD_SIZE=8 ROLE_NAME=default MASTER_ADDR=10.77.0.1 MASTER_PORT=29501
+        GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 TP_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+        ZEROMESH_LAB=zmlab-1-0 ZEROMESH_LAB_TREE=2@200mbit,2@1gbit,2 ZEROMESH_LAB_ADDRESS=10.77.0.3"""
+    assert of_rank(5) == dict(pair.split("=") for pair in expected.split())
+
+
+def test_the_owners_environment_is_passed_on_and_another_torchruns_is_not():
+    around = {"HOME": "/root", "OMP_NUM_THREADS": "4", "RANK": "9", "TORCHELASTIC_RUN_ID": "x"}
+    env = of_rank(0, around=around.items())
+    assert (env["HOME"], env["OMP_NUM_THREADS"], env["RANK"]) == ("/root", "4", "0")
+    assert "TORCHELASTIC_RUN_ID" not in env
+
+
+def test_one_leaf_without_links_meets_on_loopback():
+    env = of_rank(1, "4")
+    assert (env["MASTER_ADDR"], env["GLOO_SOCKET_IFNAME"], env["LOCAL_RANK"]) == ("127.0.0.1", "lo", "1")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from zeromesh.cli.app import main
-from zeromesh.errors import ClusterError, MeshError, NotationError
+from zeromesh.errors import InputError
 from zeromesh.rehearsal import launch
 from zeromesh.rehearsal.launch import rehearse_config
 
@@ -23,31 +24,23 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_rehearse", fail)
 
 
-def test_a_world_that_the_mesh_does_not_give() -> None:
-    with pytest.raises(
-        MeshError, match=r"mesh cluster=2 x node=2 has 4 ranks, but --world asks for 1024; .*--set mesh"
-    ):
-        rehearse_config(DEMO, world=1024)
-
-
-def test_a_mesh_that_may_be_resized_gives_it() -> None:
-    with pytest.raises(AssertionError, match="a process was started"):
+@pytest.mark.parametrize(
+    ("overrides", "options", "message"),
+    [
+        ([], {"world": 1024}, "mesh cluster=2 x node=2 has 4 ranks, but --world asks for 1024; .*--set mesh"),
+        ([], {"ranks": (0, 4)}, "--rank: ranks of this mesh are 0 to 3, got 4"),
+        (["strategy=node=3,rack=1"], {}, "rack"),
+        (
+            ["mesh={node=4}", "strategy=node=3", "cluster=a800-8x-hdr"],
+            *({}, "outermost first cluster, node; the mesh has node"),
+        ),
+    ],
+)
+def test_what_is_refused(overrides: list[str], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        rehearse_config(DEMO, overrides, **options)
+    with pytest.raises(AssertionError, match="a process was started"):  # by a mesh that may be re-sized
         rehearse_config(DEMO, ["faults.resize=true"], world=64)
-
-
-def test_a_rank_that_the_mesh_does_not_have() -> None:
-    with pytest.raises(MeshError, match="--rank: ranks of this mesh are 0 to 3, got 4"):
-        rehearse_config(DEMO, ranks=(0, 4))
-
-
-def test_a_strategy_that_does_not_fit_the_mesh() -> None:
-    with pytest.raises((MeshError, NotationError), match="rack"):
-        rehearse_config(DEMO, ["strategy=node=3,rack=1"])
-
-
-def test_a_cluster_of_other_levels() -> None:
-    with pytest.raises(ClusterError, match="outermost first cluster, node; the mesh has node"):
-        rehearse_config(DEMO, ["mesh={node=4}", "strategy=node=3", "cluster=a800-8x-hdr"])
 
 
 def test_the_command_says_it_once_and_exits_with_2(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from zeromesh.cost.collective import CollectiveCost
@@ -11,46 +13,21 @@ from zeromesh.rehearsal.timeline import Communication, Issued, Kernel, Order, St
 FORWARD, BACKWARD = Place(phase="forward", unit="layers.0"), Place(phase="backward", unit="layers.0")
 
 
-def kernel(
-    seconds: float,
-    place: Place = FORWARD,
-    *,
-    at_s: float = 0.0,
-    stream: int = 0,
-    lane: str = "compute",
-    moving: bool = False,
-) -> Kernel:
-    return Kernel(at_s=at_s, stream=stream, seconds=seconds, moving=moving, place=place, lane=lane)
+def kernel(seconds: float, place: Place = FORWARD, *, at_s: float = 0.0, moving: bool = False) -> Kernel:
+    return Kernel(at_s=at_s, stream=0, seconds=seconds, moving=moving, place=place, lane="compute")
 
 
-def gather(
-    latency_s: float,
-    busy_s: float,
-    *,
-    stream: int = 1,
-    level: int = 0,
-    lane: str = "unshard",
-    taken: float = 0.0,
-    memory_s: float = 0.0,
-) -> Communication:
-    return Communication(
-        at_s=0.0,
-        stream=stream,
-        cost=CollectiveCost(seconds=latency_s + busy_s, busy=((level, busy_s),), taken=taken, memory_s=memory_s),
-        operation="all_gather",
-        axis="node",
-        unit="layers.0",
-        sent_bytes=8.0,
-        lane=lane,
-    )
+def gather(latency_s: float, busy_s: float, *, level: int = 0, **fields: Any) -> Communication:
+    """On stream 1 and the lane of gathers, unless told otherwise."""
+    costs = {name: fields.pop(name) for name in ("taken", "memory_s") if name in fields}
+    cost = CollectiveCost(seconds=latency_s + busy_s, busy=((level, busy_s),), **costs)
+    fields = {"at_s": 0.0, "stream": 1, "lane": "unshard", "unit": "layers.0", "sent_bytes": 8.0, **fields}
+    return Communication(cost=cost, operation="all_gather", axis="node", **fields)
 
 
-def after(event: int, of: int, stream: int) -> tuple[Order, Order]:
+def after(event: int, of: int, stream: int) -> list[Order]:
     """`stream` goes on after what `of` has been given so far."""
-    return (
-        Order(at_s=0.0, kind="record", stream=of, event=event),
-        Order(at_s=0.0, kind="wait", stream=stream, event=event),
-    )
+    return [Order(at_s=0.0, kind=kind, stream=s, event=event) for kind, s in (("record", of), ("wait", stream))]
 
 
 def run(*issued: Issued, host_scale: float = 1.0) -> TimedStep:
@@ -71,13 +48,11 @@ def test_streams_run_side_by_side_and_a_wait_is_what_is_left() -> None:
     assert (sent.resource, sent.name, sent.start_s, sent.end_s) == ("unshard/node", "unshard all_gather", 0.0, 5.0)
 
 
-def test_a_wait_for_what_has_ended_is_none() -> None:
+def test_a_device_waits_for_what_is_not_there_yet() -> None:
+    """A wait for what has ended is none; where the host is late, the device stands still."""
     step = run(gather(0.0, 1.0), kernel(2.0), *after(7, of=1, stream=0), kernel(1.0))
     assert step.seconds == 3.0
     assert step.trace.seconds(kind="wait") == 0.0
-
-
-def test_a_device_stands_still_where_the_host_is_late() -> None:
     step = run(kernel(1.0), kernel(1.0, BACKWARD, at_s=3.0))
     assert step.seconds == 4.0
     assert run(kernel(1.0), kernel(1.0, BACKWARD, at_s=3.0), host_scale=0.5).seconds == 2.5
@@ -107,14 +82,7 @@ def test_collectives_share_a_link_and_not_different_ones() -> None:
 
 
 def test_a_step_begins_where_the_computation_has_ended_the_one_before() -> None:
-    issued = [
-        kernel(2.0),
-        gather(0.0, 9.0),
-        StepEnd(at_s=0.0),
-        *after(3, of=1, stream=0),
-        kernel(1.0),
-        StepEnd(at_s=0.0),
-    ]
-    first, second = replay(issued, label="")
+    end = StepEnd(at_s=0.0)
+    first, second = replay([kernel(2.0), gather(0.0, 9.0), end, *after(3, of=1, stream=0), kernel(1.0), end], label="")
     assert (first.seconds, second.seconds) == (2.0, 8.0)
     assert second.trace.seconds(kind="wait") == 7.0
