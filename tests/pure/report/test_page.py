@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -45,86 +44,66 @@ GOLDEN = Path(__file__).with_name("golden.html")
 
 def small_page() -> Page:
     """One of everything, with text that has to be escaped."""
+    curves = (
+        Curve(name="training", colour="compute", line=((0, 10), (100, 90)), band=((0, 5), (100, 95))),
+        Curve(name="held out", colour="communicate", line=((100, 80),)),
+    )
+    chart = CurveChart(
+        key="loss",
+        title="Loss",
+        curves=curves,
+        spans=(Span(kind="spot", left=0, width=100, label="step 1: training 2"),),
+        x_ticks=(Tick(at=0.0, label="1"),),
+        y_ticks=(Tick(at=50.0, label="1.5"),),
+        x_name="step",
+        caption="a band",
+    )
+    segments = (
+        Segment(kind="params", left=0.0, width=25.0, label="params: 2 GB", value_bytes=2e9),
+        Segment(kind="grads", left=25.0, width=12.5, label="grads: 1 GB", value_bytes=1e9),
+    )
+    memory = MemoryChart(
+        caption="beneath it",
+        kinds=("params", "grads"),
+        bars=(Bar(label="node=3,cluster=0", total_bytes=3e9, total="3 GB", segments=segments),),
+        limit=92.0,
+        limit_label="7.36 GB usable of 8 GB",
+        limit_bytes=7.36e9,
+    )
+    points = (
+        Point(x=20.0, y=10.0, label="small", step_s=2.0, memory_bytes=1e9),
+        Point(x=60.0, y=90.0, label="fast", step_s=1.5, memory_bytes=3e9, best=True),
+    )
+    ticks = (Tick(at=0.0, label="0 B"),), (Tick(at=50.0, label="1.75 s"),)
+    row = Row(name="compute", busy="90%", spans=(Span(kind="compute", left=0, width=90, label="forward"),))
+    candidates = Table(heads=("strategy", "step"), rows=(("node=3,cluster=0", "1.5 s"),))
+    traffic = Table(heads=("axis", "sent"), rows=(("node", "1 GB"),))
     return Page(
         title="model <a> & b",
         subtitle="4 node x 2 cluster",
         facts=(Fact(label="step time", value="1.5 s", key="step_s"),),
-        charts=(
-            CurveChart(
-                key="loss",
-                title="Loss",
-                curves=(
-                    Curve(name="training", colour="compute", line=((0, 10), (100, 90)), band=((0, 5), (100, 95))),
-                    Curve(name="held out", colour="communicate", line=((100, 80),)),
-                ),
-                spans=(Span(kind="spot", left=0, width=100, label="step 1: training 2"),),
-                x_ticks=(Tick(at=0.0, label="1"),),
-                y_ticks=(Tick(at=50.0, label="1.5"),),
-                x_name="step",
-                caption="a band",
-            ),
-        ),
-        memory=MemoryChart(
-            caption="beneath it",
-            kinds=("params", "grads"),
-            bars=(
-                Bar(
-                    label="node=3,cluster=0",
-                    total_bytes=3e9,
-                    total="3 GB",
-                    segments=(
-                        Segment(kind="params", left=0.0, width=25.0, label="params: 2 GB", value_bytes=2e9),
-                        Segment(kind="grads", left=25.0, width=12.5, label="grads: 1 GB", value_bytes=1e9),
-                    ),
-                ),
-            ),
-            limit=92.0,
-            limit_label="7.36 GB usable of 8 GB",
-            limit_bytes=7.36e9,
-        ),
-        front=FrontChart(
-            points=(
-                Point(x=20.0, y=10.0, label="small", step_s=2.0, memory_bytes=1e9),
-                Point(x=60.0, y=90.0, label="fast", step_s=1.5, memory_bytes=3e9, best=True),
-            ),
-            x_ticks=(Tick(at=0.0, label="0 B"),),
-            y_ticks=(Tick(at=50.0, label="1.75 s"),),
-            limit=92.0,
-        ),
-        timeline=Timeline(
-            rows=(Row(name="compute", busy="90%", spans=(Span(kind="compute", left=0, width=90, label="forward"),)),),
-            ticks=(Tick(at=0.0, label="0 s"),),
-            caption="1.5 s",
-        ),
+        charts=(chart,),
+        memory=memory,
+        front=FrontChart(points=points, x_ticks=ticks[0], y_ticks=ticks[1], limit=92.0),
+        timeline=Timeline(rows=(row,), ticks=(Tick(at=0.0, label="0 s"),), caption="1.5 s"),
         sections=(
-            Section(
-                key="candidates",
-                title="Candidates",
-                table=Table(heads=("strategy", "step"), rows=(("node=3,cluster=0", "1.5 s"),)),
-            ),
-            Section(
-                key="traffic",
-                title="Traffic of the best",
-                table=Table(heads=("axis", "sent"), rows=(("node", "1 GB"),)),
-            ),
+            Section(key="candidates", title="Candidates", table=candidates),
+            Section(key="traffic", title="Traffic of the best", table=traffic),
         ),
         why=(Remark(name="ZeRO-1", strategy="node=1,cluster=1", outcome="excluded", text="does not fit"),),
         notes=("a note",),
     )
 
 
-def test_html_equals_the_golden_file() -> None:
+def test_html_equals_the_golden_file(planned: Planned) -> None:
     """`UPDATE_GOLDEN=1 pytest` writes it anew; look at the difference before committing."""
     html = small_page().to_html()
+    main = html[html.index("<main>") : html.index("</main>")] + "</main>\n"
     if os.environ.get("UPDATE_GOLDEN"):
-        GOLDEN.write_text(html)
-    assert html == GOLDEN.read_text()
-
-
-def test_text_is_escaped() -> None:
-    html = small_page().to_html()
-    assert "model &lt;a&gt; &amp; b" in html
-    assert "<a>" not in html
+        GOLDEN.write_text(main)
+    assert main == GOLDEN.read_text()
+    assert "<title>model &lt;a&gt; &amp; b</title>" in html and "<a>" not in html
+    assert not re.search(r"https?://|<script|<link|@import|url\(", plan_page(planned))  # it needs no network
 
 
 @pytest.fixture(scope="module")
@@ -133,37 +112,18 @@ def planned() -> Planned:
     return plan(small_model(), cluster, Workload(seq_len=256, global_batch_tokens=256 * 16 * 4), trace=True)
 
 
-def test_the_page_needs_no_network(planned: Planned) -> None:
-    html = plan_page(planned)
-    assert not re.search(r"https?://|<script|<link|@import|url\(", html)
-
-
 @pytest.fixture(scope="module")
 def browser() -> str:
-    found = next(
-        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-    )
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if found is None:
         pytest.skip("no chromium or chrome on this machine")
     return found
 
 
 def run_browser(browser: str, page: Path, profile: Path, *arguments: str) -> str:
-    command = [
-        browser,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--disable-extensions",
-        "--no-first-run",
-        "--hide-scrollbars",
-        f"--user-data-dir={profile}",
-        *arguments,
-        page.as_uri(),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stdout
+    options = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --disable-extensions --no-first-run"
+    command = [browser, *options.split(), "--hide-scrollbars", f"--user-data-dir={profile}", *arguments, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_a_browser_shows_the_plan(browser: str, planned: Planned, tmp_path: Path) -> None:
@@ -189,39 +149,19 @@ def test_a_screenshot_has_bars_points_and_lanes(browser: str, planned: Planned, 
     and lanes have: a page whose style is broken shows none of them."""
     page, image = tmp_path / "plan.html", tmp_path / "plan.png"
     page.write_text(plan_page(planned))
-    run_browser(
-        browser,
-        page,
-        tmp_path / "profile",
-        f"--screenshot={image}",
-        "--window-size=760,1400",
-        "--force-prefers-color-scheme=light",
-    )
+    options = (f"--screenshot={image}", "--window-size=760,1400", "--force-prefers-color-scheme=light")
+    run_browser(browser, page, tmp_path / "profile", *options)
     width, height, pixels = read_png(image.read_bytes())
     assert (width, height) == (760, 1400)
-    counts = {colour: pixels.count(colour) for colour in (ACTIVATIONS, COMPUTE, COMMUNICATE, BEST)}
-    assert counts[ACTIVATIONS] > 5000, counts  # bars are 22 pixels high
-    assert counts[COMPUTE] > 2000, counts
-    assert counts[COMMUNICATE] > 500, counts
-    assert 50 < counts[BEST] < 1000, counts  # a disc of 14 pixels
-    background = pixels.count(b"\xff\xff\xff")
-    assert background > 0.5 * width * height
+    colours = {"activations": "d1605e", "compute": "2f6fb7", "communicate": "e08a2b", "best": "2e7d4f"}
+    counts = {name: pixels.count(bytes.fromhex(colour)) for name, colour in colours.items()}
+    assert counts["activations"] > 5000, counts  # bars are 22 pixels high
+    assert counts["compute"] > 2000 and counts["communicate"] > 500, counts
+    assert 50 < counts["best"] < 1000, counts  # a disc of 14 pixels
+    assert pixels.count(b"\xff\xff\xff") > 0.5 * width * height
 
 
-ACTIVATIONS, COMPUTE, COMMUNICATE, BEST = (bytes.fromhex(colour) for colour in ("d1605e", "2f6fb7", "e08a2b", "2e7d4f"))
-
-
-class Pixels:
-    """RGB pixels that can be counted."""
-
-    def __init__(self, data: bytes) -> None:
-        self._pixels = [data[i : i + 3] for i in range(0, len(data), 3)]
-
-    def count(self, colour: bytes) -> int:
-        return self._pixels.count(colour)
-
-
-def read_png(data: bytes) -> tuple[int, int, Pixels]:
+def read_png(data: bytes) -> tuple[int, int, list[bytes]]:
     """An 8-bit RGB or RGBA image, as browsers write them (PNG specification, sections 5 and 9)."""
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height, depth, colour = struct.unpack(">IIBB", data[16:26])
@@ -240,9 +180,7 @@ def read_png(data: bytes) -> tuple[int, int, Pixels]:
         above = unfilter(raw[start], bytearray(raw[start + 1 : start + 1 + stride]), above, channels)
         rows.append(bytes(above))
     whole = b"".join(rows)
-    if channels == 4:
-        whole = b"".join(whole[i : i + 3] for i in range(0, len(whole), 4))
-    return width, height, Pixels(whole)
+    return width, height, [whole[i : i + 3] for i in range(0, len(whole), channels)]
 
 
 def unfilter(kind: int, line: bytearray, above: bytearray, channels: int) -> bytearray:
@@ -260,14 +198,6 @@ def unfilter(kind: int, line: bytearray, above: bytearray, channels: int) -> byt
             nearest = min((left, above[i], corner), key=lambda value: abs(guess - value))
             line[i] = (line[i] + nearest) & 255
     return line
-
-
-def test_numbers_of_the_json_are_those_of_the_page(planned: Planned) -> None:
-    answer = json.loads(json.dumps(planned.to_json()))
-    assert answer["best"]["strategy"] == planned.best.simulation.strategy
-    assert {"best", "candidates", "searched", "seconds", "why"} <= set(answer)
-    assert answer["candidates"][0] == answer["best"]
-    assert set(answer["best"]["memory_bytes"]) >= {"params", "grads", "optimizer", "buffers", "activations", "total"}
 
 
 def test_the_caption_says_how_many_micro_batches_are_shown(planned: Planned) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,18 +14,14 @@ import pytest
 
 from tests.disk import file_size_limit
 from zeromesh.report import run as module
+from zeromesh.report.curves import MOST, Series, curve_chart
+from zeromesh.report.page import CurveChart
 from zeromesh.report.run import RunReport, StepMetrics, comparison
 from zeromesh.trace import MemoryLine, TrafficLine
 
 MEMORY = [
-    [
-        MemoryLine(kind="params", predicted_bytes=60, allocated_bytes=60),
-        MemoryLine(kind="params", predicted_bytes=60, allocated_bytes=70),
-    ],
-    [
-        MemoryLine(kind="total", predicted_bytes=60, allocated_bytes=60),
-        MemoryLine(kind="total", predicted_bytes=60, allocated_bytes=70),
-    ],
+    [MemoryLine(kind=kind, predicted_bytes=60, allocated_bytes=allocated) for allocated in (60, 70)]
+    for kind in ("params", "total")
 ]
 
 
@@ -94,11 +91,8 @@ def test_a_full_disk_is_one_warning_and_loses_no_line_that_can_be_written_later(
 @pytest.mark.usefixtures("capsys")
 @pytest.mark.parametrize("rewinds", [False, True])
 def test_a_disk_that_stays_full_ends_nothing(tmp_path: Path, rewinds: bool) -> None:
-    with (
-        pytest.warns(UserWarning, match="cannot write") as caught,
-        file_size_limit(20),
-        closing(report(tmp_path)) as run,
-    ):
+    warned = pytest.warns(UserWarning, match="cannot write")
+    with warned as caught, file_size_limit(20), closing(report(tmp_path)) as run:
         run.append(metrics(1))
         if rewinds:
             run.rewind(0)
@@ -127,11 +121,8 @@ def test_the_page_has_earlier_starts_this_one_and_no_step_that_was_taken_back(tm
         run.rewind(2)
         run.append(metrics(3, eval_loss=1.5, rollbacks=1))
         assert not (tmp_path / "run.html").exists()
-    assert labels(tmp_path) == [
-        "step 1: training 9, held out 8",
-        "step 2: training 2",
-        "step 3: training 1.333, held out 1.5",
-    ]
+    shown = ["step 1: training 9, held out 8", "step 2: training 2", "step 3: training 1.333, held out 1.5"]
+    assert labels(tmp_path) == shown
     html = (tmp_path / "run.html").read_text()
     assert "<b>3 of 9</b>" in html and "<b>1.5</b><span>best held-out loss, step 3" in html
     assert "a model &amp; more" in html and "Rollbacks: 1" in html
@@ -159,3 +150,38 @@ def test_the_table_shows_the_largest_device() -> None:
     assert table[2].split() == ["parameters", "60", "70"]
     assert table[-3] == f"{'node: 2 ranks, stage 3':<40} {5:>14} {5:>14}"
     assert table[-1] == "predicted and measured differ; the largest of 2 devices is shown"
+
+
+def chart(places: list[int], *values: list[float], from_zero: bool = True) -> CurveChart | None:
+    series = [Series(name=f"s{i}", colour="compute", values=some) for i, some in enumerate(values)]
+    return curve_chart("key", "title", places, series, "{:.3g}".format, x_name="step", from_zero=from_zero)
+
+
+def test_points_lie_on_the_axes_that_are_drawn() -> None:
+    found = chart([10, 20, 30], [2.0, 4.0, 1.0], [math.nan, 3.0, math.nan])
+    assert found is not None
+    first, second = found.curves
+    zero, four = (tick.at for tick in found.y_ticks if tick.label in ("0", "4"))
+    assert zero == 100.0 and first.line[1] == (50.0, pytest.approx(four))
+    assert [x for x, _ in first.line] == [0.0, 50.0, 100.0]
+    assert second.line == ((50.0, pytest.approx((zero + 3 * four) / 4)),)
+    assert [span.label for span in found.spans] == ["step 10: s0 2", "step 20: s0 4, s1 3", "step 30: s0 1"]
+    assert sum(span.width for span in found.spans) == pytest.approx(100)
+    assert not found.caption and not first.band
+
+
+def test_a_long_run_is_shown_by_means_and_what_they_lie_between() -> None:
+    count = 7 * MOST + 3
+    found = chart(list(range(1, count + 1)), [float(i % 7) for i in range(count)], from_zero=False)
+    assert found is not None
+    (curve,) = found.curves
+    assert len(curve.line) <= MOST and len(found.spans) == len(curve.line) and len(curve.band) == 2 * len(curve.line)
+    assert found.caption.startswith("Each point is the mean of 8 steps")
+    assert found.spans[0].label == "steps 1 to 8: s0 2.62 (0 to 6)"
+
+
+def test_what_is_no_finite_number_is_left_out() -> None:
+    assert chart([1, 2], [math.nan, math.inf]) is None
+    found = chart([1], [math.inf], [5.0])
+    assert found is not None and [curve.name for curve in found.curves] == ["s1"]
+    assert found.curves[0].line[0][0] == 0.0
