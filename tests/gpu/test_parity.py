@@ -55,11 +55,8 @@ def test_quantised_wires_give_the_same_bits_late_or_early():
     """Kept messages are what the device's own kernels decode; the collectives run on the host's copies."""
     pytest.importorskip("triton")
     case = replace(CASE, precision="fp32")
-    for strategy in (
-        "node=3@int8/int4,cluster=0@/int8",
-        "node=3@int8/int8+ef,cluster=1@/int4+ef",
-        "node=3,cluster=3k@int8",
-    ):
+    wires = "node=3@int8/int4,cluster=0@/int8", "node=3@int8/int8+ef,cluster=1@/int4+ef", "node=3,cluster=3k@int8"
+    for strategy in wires:
         expected = trained(strategy, case)
         with delays(4, device="cuda"):
             got = trained(strategy, case)

@@ -51,7 +51,7 @@ def see(monkeypatch: pytest.MonkeyPatch) -> See:
     return show
 
 
-def test_a_device_for_each_local_rank(see: See) -> None:
+def test_a_device_for_each_local_rank(see: See, monkeypatch: pytest.MonkeyPatch) -> None:
     see(2)
     assert find_device("auto", 1, 2)[0] == find_device("cuda", 1, 2)[0] == SECOND
     assert find_device("cpu", 1, 2) == (CPU, Claim(type="cpu"))
@@ -59,16 +59,12 @@ def test_a_device_for_each_local_rank(see: See) -> None:
     assert find_device("auto", 0, 1) == (CPU, Claim(type="cpu"))
     see(2, "xpu")
     assert find_device("auto", 1, 2)[0] == torch.device("xpu", 1)
-
-
-def test_the_only_one_that_is_seen_is_taken(see: See) -> None:
-    see(1)
+    see(1)  # the only one that is seen is taken
     assert find_device("auto", 0, 1)[0] == find_device("auto", 5, 8)[0] == FIRST
-
-
-def test_leaves_of_an_emulated_cluster_share_devices(see: See, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [device_name(device) for device in (CPU, FIRST)] == ["CPU", "GPU 0"]
+    assert [backend_for(device) for device in (CPU, FIRST)] == ["gloo", "cpu:gloo,cuda:nccl"]
     see(2)
-    monkeypatch.setenv("ZEROMESH_LAB", "zmlab-1-0")
+    monkeypatch.setenv("ZEROMESH_LAB", "zmlab-1-0")  # leaves of an emulated cluster share devices
     assert find_device("auto", 0, 1)[0] == CPU
     assert find_device("cuda", 0, 1)[0] == FIRST
 
@@ -118,11 +114,6 @@ def own(place: int, kind: str = "cuda") -> Claim:
 NONE = Claim(type="cpu")
 
 
-@pytest.mark.parametrize("claims", [[own(0), own(2), own(1)], [NONE, NONE], [NONE], [own(0)]])
-def test_all_have_one_or_none_has(claims: list[Claim]) -> None:
-    assert agree(*claims) == [""] * len(claims)
-
-
 @pytest.mark.parametrize(
     ("claims", "wrong"),
     [
@@ -134,6 +125,8 @@ def test_all_have_one_or_none_has(claims: list[Claim]) -> None:
     ],
 )
 def test_a_mix_is_an_error_on_every_rank(claims: list[Claim], wrong: str) -> None:
+    for well in ([own(0), own(2), own(1)], [NONE, NONE], [NONE], [own(0)]):
+        assert agree(*well) == [""] * len(well)
     told = agree(*claims)
     assert len(set(told)) == 1 and f"{wrong}. Start no more ranks on a machine than it has devices" in told[0]
     assert "under srun they are SLURM_LOCALID" in told[0] and 'run.device = "cpu"' in told[0]
@@ -188,12 +181,6 @@ def test_cuda_gets_queues_for_all_streams_and_nccl_no_order_of_launches(
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     set_variables(rank=0)
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-
-
-def test_a_device_has_a_name_and_a_backend(see: See) -> None:
-    see(1)
-    assert [device_name(device) for device in (CPU, FIRST)] == ["CPU", "GPU 0"]
-    assert [backend_for(device) for device in (CPU, FIRST)] == ["gloo", "cpu:gloo,cuda:nccl"]
 
 
 def test_env_prints_what_is_set_and_what_a_run_would_set(

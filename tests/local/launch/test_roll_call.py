@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 
-import pytest
+import torch
 from torch._C._distributed_c10d import HashStore, Store
 
 from zeromesh.comm import Lane
@@ -23,32 +21,39 @@ def called(store: Store, rank: int, wait_s: float = 200.0) -> RollCall:
     return RollCall(store, rank, 3, wait_s=wait_s, poll_s=0.01)
 
 
-@pytest.fixture
-def store() -> Iterator[Store]:
-    yield HashStore()
+class Gone(HashStore):
+    """A store whose server does not answer."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("connection reset")
 
 
-def test_who_does_not_answer_is_missing(store: Store) -> None:
+def test_who_does_not_answer_is_missing() -> None:
+    store = HashStore()
     with called(store, 0, wait_s=0.3) as first, called(store, 1, wait_s=0.3) as second:
         told = second.explain(TIMEOUT)
         assert isinstance(told, CommunicationError)
-        assert str(told).startswith(
-            "all_gather over axis node failed. Missing: rank 2, which did not answer within 0.3 s"
-        )
+        words = "all_gather over axis node failed. Missing: rank 2, which did not answer within 0.3 s"
+        assert str(told).startswith(words)
         assert "Missing: rank 2," in str(first.explain(TIMEOUT))
+    roll_call = called(store, 0, wait_s=0.1)
+    roll_call._store = Gone()
+    assert "Nobody could be asked who is missing" in str(roll_call.explain(TIMEOUT))
+    state, text = whereabouts()
+    assert state == "busy"
+    assert text.startswith("in whereabouts (") and "roll_call.py:" in text
 
 
-def test_an_error_of_its_own_is_the_cause(store: Store) -> None:
-    error = ValueError("no such file")
+def test_an_error_of_its_own_is_the_cause() -> None:
+    error, store = ValueError("no such file"), HashStore()
     with called(store, 0) as first, called(store, 1), called(store, 2) as third:
         assert third.explain(error) is error
-        start = time.monotonic()
         assert "The cause: rank 2 failed with ValueError: no such file." in str(first.explain(TIMEOUT))
-        assert time.monotonic() - start < 200  # all have answered
 
 
-def test_who_is_alive_but_elsewhere_is_named_with_the_place(store: Store) -> None:
+def test_who_is_alive_but_elsewhere_is_named_with_the_place() -> None:
     """The main thread is in this test, not in a collective."""
+    store = HashStore()
     with called(store, 0), called(store, 1) as second, called(store, 2) as third:
         answers: list[str] = []
         caller = threading.Thread(target=lambda: answers.append(str(second.explain(TIMEOUT))))
@@ -58,9 +63,8 @@ def test_who_is_alive_but_elsewhere_is_named_with_the_place(store: Store) -> Non
         assert "test_roll_call.py:" in answers[0] and third is not second
 
 
-def test_who_waits_in_a_collective_is_not_missing(store: Store) -> None:
-    import torch
-
+def test_who_waits_in_a_collective_is_not_missing() -> None:
+    store = HashStore()
     lane = Lane("gather", device=torch.device("cpu"))
     asked: list[str] = []
 
@@ -73,28 +77,8 @@ def test_who_waits_in_a_collective_is_not_missing(store: Store) -> None:
     assert "No rank is missing, all wait" in asked[0]
 
 
-class Gone(HashStore):
-    """A store whose server does not answer."""
-
-    def check(self, keys: list[str]) -> bool:
-        raise RuntimeError("connection reset")
-
-
-def test_a_store_that_is_gone_is_said_so() -> None:
-    store = HashStore()
-    roll_call = called(store, 0, wait_s=0.1)
-    roll_call._store = Gone()
-    assert "Nobody could be asked who is missing" in str(roll_call.explain(TIMEOUT))
-
-
 def test_what_is_about_other_ranks() -> None:
     assert is_communication(TIMEOUT)
     assert is_communication(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
     assert not is_communication(CheckpointError("gloo is not a checkpoint"))
     assert not is_communication(RuntimeError("index out of range"))
-
-
-def test_whereabouts_name_function_file_and_line() -> None:
-    state, text = whereabouts()
-    assert state == "busy"
-    assert text.startswith("in whereabouts (") and "roll_call.py:" in text

@@ -37,9 +37,8 @@ class Adapting(optim.SGD):
 
 @pytest.mark.parametrize("held", ["self", "group"])
 def test_what_is_kept_for_all_tensors_is_found_before_it_shows(held: str) -> None:
-    with pytest.raises(
-        OptimizerError, match=r"each tensor by itself; Adapting makes .* gradients too, kept as distance, and each rank"
-    ):
+    words = r"each tensor by itself; Adapting makes .* gradients too, kept as distance, and each rank"
+    with pytest.raises(OptimizerError, match=words):
         require_tensorwise(Adapting, [torch.ones(3, 4)], {"held": held})
 
 

@@ -13,20 +13,11 @@ from zeromesh.cli.app import main
 CONFIG = """
 strategy = "node=3"
 mesh = { node = 8 }
-[run]
-directory = "out"
-steps = 1
-[model]
-config = { model_type = "tiny" }
-[data]
-files = ["*.txt"]
-seq_len = 8
-holdout = 0
-[batch]
-global_sequences = 8
-micro = 1
-[optimizer]
-lr = 1e-2
+run = { directory = "out", steps = 1 }
+model = { config = { model_type = "tiny" } }
+data = { files = ["*.txt"], seq_len = 8, holdout = 0 }
+batch = { global_sequences = 8, micro = 1 }
+optimizer = { lr = 1e-2 }
 """
 
 
