@@ -27,12 +27,8 @@ def test_sent_bytes_are_the_schedules(operation):
     for axis in (NODE, OUTER):
         step = transfer(operation, axis)
         assert MODEL.cost(step).sent_bytes == pytest.approx(step.sent_bytes)
-
-
-@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_reduce"])
-def test_narrow_wires_are_faster_between_nodes(operation):
     seconds = [MODEL.cost(transfer(operation, wire=wire)).seconds for wire in ("fp32", "bf16", "int8", "int4")]
-    assert seconds == sorted(seconds, reverse=True)
+    assert seconds == sorted(seconds, reverse=True)  # narrow wires are faster between nodes
 
 
 def test_a_joint_group_is_a_flat_ring_or_what_is_asked_for():
@@ -100,33 +96,31 @@ def taken(cluster: Cluster, *names: str) -> float:
     return taken_share(cluster, [axis for axis in axes if axis.mesh_axis in names], CONSTANTS)
 
 
-def test_inside_a_node_it_is_what_was_measured_on_an_a100():
+def test_what_collectives_take_of_a_device():
+    """Inside a node what was measured on an A100; a rank alone in its node drives one card, a whole node all of them,
+    and a ring over many cards takes no more than one inside the node. A larger device is slowed less."""
     assert slowdown(taken(A800, "node")) == pytest.approx(1.1256, abs=1e-4)
-
-
-def test_a_rank_alone_in_its_node_drives_one_card_and_a_whole_node_all_of_them():
+    assert slowdown(5.0) == pytest.approx(10.0)  # something is always left to compute with
     one = CONSTANTS.channel_share * CONSTANTS.card_channels / 108
     assert taken(A800, "cluster") == pytest.approx(one)
     assert taken(A800, "node", "cluster") == pytest.approx(4 * one)
     pairs = replace(A800, levels=(replace(A800.levels[0], size=2), A800.levels[1]))
     assert taken(pairs, "node", "cluster") == pytest.approx(2 * one)
-
-
-def test_a_ring_over_many_cards_takes_no_more_than_one_inside_the_node():
     many = replace(A800, levels=(A800.levels[0], replace(A800.levels[1], ports=64)))
     assert taken(many, "node", "cluster") <= taken(many, "node")
-
-
-def test_a_larger_device_is_slowed_less_and_an_unknown_one_as_assumed():
     h100, unknown = preset("h100-8x-ndr").take(16), replace(A800, device=replace(A800.device, multiprocessors=None))
     assert taken(h100, "node") == pytest.approx(taken(A800, "node") * 108 / 132)
     assert taken(unknown, "node") == pytest.approx(taken(A800, "node") * 108 / CONSTANTS.multiprocessors)
 
 
 def test_processor_cores_are_shared_by_the_network_not_here():
+    """And are charged once for the bytes that they move."""
     cpu = preset("gloo-laptop")
     assert cpu.device.cores is not None
     assert taken(cpu, *(name for name, _ in cpu.axes)) == 0.0
+    model = TransferModel(cpu, CONSTANTS, ComputeModel(device=cpu.device, constants=CONSTANTS))
+    (axis, *_) = Layout.of("zero3", cpu.axes).axes
+    assert model.joint((axis,), "all_gather", 2**20, "fp32").memory_s == 0.0
 
 
 def test_a_transfer_carries_it_and_a_chain_has_the_mean():
@@ -137,10 +131,6 @@ def test_a_transfer_carries_it_and_a_chain_has_the_mean():
     both = one_after_another(*costs)
     assert both.taken * both.seconds == pytest.approx(sum(cost.taken * cost.seconds for cost in costs))
     assert one_after_another(CollectiveCost(seconds=0.0)).taken == 0.0
-
-
-def test_something_is_always_left_to_compute_with():
-    assert slowdown(5.0) == pytest.approx(10.0)
 
 
 def test_kernels_of_a_collective_take_the_device_from_computation_for_as_long_as_they_run():
@@ -178,13 +168,6 @@ def test_what_is_sent_goes_through_memory_three_times_inside_a_node_and_five_ove
     gather, both = (model.joint((node,), operation, 2**28, "bf16") for operation in ("all_gather", "all_reduce"))
     assert both.memory_s == pytest.approx(2 * gather.memory_s)
     assert one_after_another(gather, both).memory_s == pytest.approx(3 * gather.memory_s)
-
-
-def test_processor_cores_that_move_bytes_are_charged_for_them_once():
-    cpu = preset("gloo-laptop")
-    model = TransferModel(cpu, CONSTANTS, ComputeModel(device=cpu.device, constants=CONSTANTS))
-    (axis, *_) = Layout.of("zero3", cpu.axes).axes
-    assert model.joint((axis,), "all_gather", 2**20, "fp32").memory_s == 0.0
 
 
 def test_a_kernel_that_waits_for_memory_beside_a_gather_takes_twice_as_long_on_an_a100():

@@ -86,12 +86,6 @@ def test_the_master_is_part_of_the_compute_copy_where_it_can_be(strategy, param,
     assert (Schedule.of(layout, units).memory.master_bytes == 0) == merged
 
 
-def test_frozen_parameters_have_neither_gradient_nor_states():
-    plan = Schedule.of(Layout.of("node=3", [("node", 4)]), stack(64, 2, master_dtype=None)).memory
-    assert (plan.params_bytes, plan.grads_bytes, plan.master_bytes) == (2 * 2 * 64 // 4, 0, 0)
-    assert plan.reduce.slot_bytes == ()
-
-
 def mixed_units(sizes: list[int], residents: list[int]) -> list[Unit]:
     return [
         Unit(name="", role=Role.RESIDENT, buffers=(buffer(8),)),
@@ -134,20 +128,6 @@ def test_slots(strategy, sizes, residents, prefetch):
         # Neighbours never share: the next unit is gathered while this one computes.
         if shared > 1:
             assert all(plan.slot_of[a] != plan.slot_of[b] for a, b in itertools.pairwise(sharing))
-
-
-def test_slots_stay_where_they_are_when_the_order_shows():
-    schedule = Schedule.of(Layout.of("node=3", [("node", 2)]), stack(64, 4))
-    assert schedule.reordered([0, 4, 2, 1, 3]).memory is schedule.memory
-
-
-@given(st.integers(1, 10_000))
-def test_parts_of_a_slot_are_aligned(numel):
-    buffer = FlatBuffer(numel=numel, param_dtype="bf16", master_dtype="fp32")
-    placed = BufferLayout.of(Layout.of("node=3", [("node", 2)]), buffer)
-    for dtype, size in ITEM_BYTES.items():
-        room = placed.slot_bytes(dtype)
-        assert room % ALIGN_BYTES == 0 and placed.padded * size <= room < placed.padded * size + ALIGN_BYTES
 
 
 @pytest.mark.parametrize(
@@ -198,18 +178,28 @@ def test_error_feedback_holds_the_regions_that_it_quantises(strategy, numel):
     assert plan.buffers_bytes - plain.buffers_bytes == 2 * 4 * numel
 
 
-def test_all_buffers_are_added_up():
-    layout = Layout.of("node=3,cluster=3k", [("node", 2), ("cluster", 2)])
-    plan = Schedule.of(layout, stack(64, 3), messages=True).memory
-    # 2 gather slots and a reduce slot of a block, 3 kept copies of half a block, the workspace of messages.
-    assert plan.buffers_bytes == 2 * 128 + 128 + 3 * 64 + (8 << 20)
-
-
 def test_a_dtype_that_cannot_be():
     with pytest.raises(InternalError, match=r"dtype must be one of fp64, fp32, bf16, fp16, code i8, .*; got 'int8'"):
         FlatBuffer(numel=1, param_dtype="int8", master_dtype="fp32")
     with pytest.raises(InternalError, match="a buffer of code e4m3 must be frozen"):
         FlatBuffer(numel=1, param_dtype="code e4m3", master_dtype="fp32")
+
+
+def test_slots_buffers_and_frozen_parameters():
+    schedule = Schedule.of(Layout.of("node=3", [("node", 2)]), stack(64, 4))
+    assert schedule.reordered([0, 4, 2, 1, 3]).memory is schedule.memory  # slots stay where they are
+    for dtype, size in ITEM_BYTES.items():
+        for numel in (1, 31, 10_000):
+            placed = BufferLayout.of(Layout.of("node=3", [("node", 2)]), buffer(numel))
+            room = placed.slot_bytes(dtype)
+            assert room % ALIGN_BYTES == 0 and placed.padded * size <= room < placed.padded * size + ALIGN_BYTES
+    layout = Layout.of("node=3,cluster=3k", [("node", 2), ("cluster", 2)])
+    plan = Schedule.of(layout, stack(64, 3), messages=True).memory
+    # 2 gather slots and a reduce slot of a block, 3 kept copies of half a block, the workspace of messages.
+    assert plan.buffers_bytes == 2 * 128 + 128 + 3 * 64 + (8 << 20)
+    plan = Schedule.of(Layout.of("node=3", [("node", 4)]), stack(64, 2, master_dtype=None)).memory
+    assert (plan.params_bytes, plan.grads_bytes, plan.master_bytes) == (2 * 2 * 64 // 4, 0, 0)
+    assert plan.reduce.slot_bytes == ()
 
 
 FOURS = [("node", 4), ("cluster", 4)]
@@ -254,6 +244,8 @@ def test_a_device_needs_room_for_two_rounds_of_the_longest_region(strategy: str,
     found = lanes(strategy, FOURS, messages=False)
     assert {lane: found.get(lane, 0) for lane in expected} == expected
     assert bool(found) == bool(expected)
+    for messages in (True, False):  # one rank needs none
+        assert not any(lanes("node=3@int8/", [("node", 1)], messages=messages))
 
 
 def test_without_triton_the_codec_has_room_too() -> None:
@@ -264,10 +256,6 @@ def test_without_triton_the_codec_has_room_too() -> None:
     piece = -(-LONG // 4 // (2 * 1024)) * 1024
     assert torchs["unshard"] - fused["unshard"] == 12 * piece + 8 * piece // 128
     assert torchs["reduce"] - fused["reduce"] == 14 * piece + 8 * piece // 128
-
-
-def test_one_rank_needs_none() -> None:
-    assert not any(lanes("node=3@int8/", [("node", 1)], messages=messages) for messages in (True, False))
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(None, 0), (1.0, 2 * (8 << 20))])

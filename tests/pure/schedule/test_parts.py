@@ -90,33 +90,22 @@ def _require_slots(both: Schedule, dense: Layout, part: Layout) -> None:
         assert held == [expected]
 
 
-def test_units_that_are_kept_whole_lie_beside_what_is_not() -> None:
-    both = Schedule.of(
-        layout_of("node=3,cluster=0"), units(DENSE, SPARSE), parts={"experts": layout_of("expert=3k", "experts")}
-    )
-    (_, experts), placed = both.memory.persistent[1], both.placed[1][1]
-    assert experts.kept == placed.padded * 2 and placed.from_kept.steps == ()
-
-
-def test_what_is_joined_is_of_one_part() -> None:
-    joined, _ = join_units(units(DENSE, SPARSE), 1 << 30)
-    assert [(flat.part, flat.numel) for unit in joined for flat in unit.buffers] == [
-        ("", (1 + BLOCKS) * NUMEL),
-        ("experts", (1 + BLOCKS) * NUMEL // 2),
-    ]
-
-
-def test_a_mean_over_a_part_of_the_ranks_is_a_share_of_the_mean_over_all() -> None:
-    assert Layout.of("expert=3", EXPERTS, part="experts", feeders=12).share == 0.25
-    assert Layout.of("expert=3", EXPERTS, part="experts").share == 1.0
-
-
 def test_the_step_overlaps_as_the_model_says() -> None:
     for own, other in itertools.product(("node=3,cluster=3", "node=0,cluster=0"), repeat=2):
         plain = layout_of(other, "experts")
         schedule = Schedule.of(Layout.of(f"{own};prefetch=2", MESH), units(DENSE, SPARSE), parts={"experts": plain})
         assert schedule.shards_params == ("3" in own + other)
         assert len(schedule.memory.gather.slot_bytes) == (1 + 3 if schedule.shards_params else 0)
+    kept = {"experts": layout_of("expert=3k", "experts")}  # whole, beside what is not
+    both = Schedule.of(layout_of("node=3,cluster=0"), units(DENSE, SPARSE), parts=kept)
+    (_, experts), placed = both.memory.persistent[1], both.placed[1][1]
+    assert experts.kept == placed.padded * 2 and placed.from_kept.steps == ()
+    joined, _ = join_units(units(DENSE, SPARSE), 1 << 30)  # what is joined is of one part
+    found = [(flat.part, flat.numel) for unit in joined for flat in unit.buffers]
+    assert found == [("", (1 + BLOCKS) * NUMEL), ("experts", (1 + BLOCKS) * NUMEL // 2)]
+    # A mean over a part of the ranks is a share of the mean over all.
+    assert Layout.of("expert=3", EXPERTS, part="experts", feeders=12).share == 0.25
+    assert Layout.of("expert=3", EXPERTS, part="experts").share == 1.0
 
 
 def test_communicators_are_lent_where_ranks_and_lanes_are_the_same():
@@ -195,36 +184,29 @@ def test_each_bucket_is_there_before_its_step_and_back_at_the_end(buckets: int) 
 
 
 def test_what_a_step_that_raised_has_left_is_waited_for() -> None:
-    steps, backend = BucketSteps[int, str](), Logged(fails=True)
-    with pytest.raises(ValueError, match="a step that fails"):
+    """By whoever settles, and by the step after it, before its own buckets."""
+    for settles in (True, False):
+        steps, backend = BucketSteps[int, str](), Logged(fails=True)
+        with pytest.raises(ValueError, match="a step that fails"):
+            steps.step(backend, range(3))
+        assert backend.log == ["collect 0", "collect 1", "wait collected 0"]
+        backend.log, backend.fails = [], False
+        if settles:
+            steps.settle(backend)
+            assert backend.log == ["wait collected 1"]
+            continue
         steps.step(backend, range(3))
-    assert backend.log == ["collect 0", "collect 1", "wait collected 0"]
-    steps.settle(backend)
-    assert backend.log[3:] == ["wait collected 1"]
+        assert backend.log[0] == "wait collected 1"  # of the step before
+        for number, place in positions(backend.log[1:]):
+            assert place[f"collect {number}"] < place[f"wait collected {number}"] < place[f"update {number}"]
 
 
-def test_a_step_after_one_that_raised_waits_for_its_own_buckets() -> None:
-    steps, backend = BucketSteps[int, str](), Logged(fails=True)
-    with pytest.raises(ValueError, match="a step that fails"):
-        steps.step(backend, range(3))
-    backend.log, backend.fails = [], False
-    steps.step(backend, range(3))
-    assert backend.log[0] == "wait collected 1"  # of the step before
-    for number, place in positions(backend.log[1:]):
-        assert place[f"collect {number}"] < place[f"wait collected {number}"] < place[f"update {number}"]
-
-
-def test_optimizers_keep_their_numbers() -> None:
+def test_optimizers_keep_their_numbers_and_their_bytes_are_counted() -> None:
     owned = schedule().with_owned([bucket(1), bucket(2)]).with_owned([bucket(3)])
     assert owned.reordered([0, 2, 1]).buckets == owned.buckets == ((bucket(1), bucket(2)), (bucket(3),))
     assert owned.without_owned(0).buckets == ((), (bucket(3),))
-
-
-def test_bytes_of_all_optimizers_are_counted() -> None:
-    plain = sent_bytes_per_axis(schedule(), micro_batches=2)
-    owned = schedule().with_owned([bucket(1), bucket(2)]).with_owned([bucket(10)])
-    found = sent_bytes_per_axis(owned, micro_batches=2)
-    assert {name: found[name] - plain[name] for name in plain} == {"cluster": 13 * 8, "node": 13 * 12}
+    plain, found = (sent_bytes_per_axis(one, micro_batches=2) for one in (schedule(), owned))
+    assert {name: found[name] - plain[name] for name in plain} == {"cluster": 6 * 8, "node": 6 * 12}
 
 
 FROZEN = FlatBuffer(numel=7, param_dtype="bf16", master_dtype=None)
@@ -248,11 +230,8 @@ def unit(name: str, numel: int = 10, role: Role = Role.BLOCK, *more: FlatBuffer)
 def test_neighbours_are_joined_until_the_bucket_is_full(bucket_bytes: int, groups: list[list[int]]) -> None:
     units = [unit(""), *(unit(f"layers.{index}") for index in range(4))]
     assert neighbours(units, bucket_bytes) == groups
-
-
-def test_units_inside_others_stay_as_they_are() -> None:
-    units = [unit(""), unit("a"), unit("b"), unit("b.inner"), unit("c"), unit("d")]
-    assert neighbours(units, 1000) == [[0, 1], [2], [3], [4, 5]]
+    inside = [unit(""), unit("a"), unit("b"), unit("b.inner"), unit("c"), unit("d")]
+    assert neighbours(inside, 1000) == [[0, 1], [2], [3], [4, 5]]  # units inside others stay as they are
 
 
 def test_a_joined_unit_has_one_buffer_of_a_kind() -> None:
