@@ -15,6 +15,7 @@ from zeromesh.integrations.versions import names_of, require_attributes, require
 
 MESH = {"cluster": 2, "node": 4}
 WORKLOAD = zm.Workload(seq_len=8, global_batch_tokens=64)
+APART = {"strategy": "node=3,cluster=1", "mesh": MESH}
 
 
 def test_takes_what_shard_takes() -> None:
@@ -34,6 +35,8 @@ def test_equal_meaning_is_equal() -> None:
     apart = zm.Sharding(strategy="zero3|*.b:node=0,cluster=1", mesh=MESH, parts=parts)
     assert hash(apart) == hash(zm.Sharding(strategy=str(apart.strategy), mesh=MESH, parts=dict(parts)))
     assert zm.Sharding(strategy="zero3", mesh=MESH) == zm.Sharding(strategy="node=3,cluster=3", mesh=MESH)
+    planned_later = zm.Sharding(strategy="auto", mesh=MESH, cluster="a800-8x-hdr", workload=WORKLOAD)
+    assert planned_later.strategy == "auto"
 
 
 @pytest.mark.parametrize(
@@ -47,15 +50,11 @@ def test_equal_meaning_is_equal() -> None:
         ({"strategy": "node=9"}, NotationError, "9"),
         ({"strategy": "node=3", "master_dtype": "bf"}, InputError, "master_dtype must be one of .*: did you mean bf16"),
         (
-            {"strategy": "node=3,cluster=1|*.a: node=1", "mesh": MESH},
+            APART | {"strategy": "node=3,cluster=1|*.a: node=1"},
             MeshError,
-            r"part \*\.a: .* gives no stage to mesh axis 'cluster'",
+            r"part \*\.a: .* gives no stage to mesh axis",
         ),
-        (
-            {"strategy": "node=3,cluster=1", "mesh": MESH, "parts": {"*.a": zm.Part(strategy="rank=3")}},
-            MeshError,
-            r"part \*\.a: the mesh has no axis 'rank'",
-        ),
+        (APART | {"parts": {"*.a": zm.Part(strategy="rank=3")}}, MeshError, r"part \*\.a: the mesh has no axis 'rank'"),
         ({"strategy": "node=3", "mesh": {"node": 0}}, InputError, "a mesh is sizes by name, .* got {'node': 0}"),
         ({"strategy": "node=3", "mesh": {}}, InputError, "a mesh is sizes by name"),
         ({"strategy": "node=3", "mesh": (("node", 2), ("node", 2))}, InputError, "a mesh is sizes by name"),
@@ -64,10 +63,6 @@ def test_equal_meaning_is_equal() -> None:
 def test_says_what_is_wrong_when_it_is_made(options, error, message) -> None:
     with pytest.raises(error, match=message):
         zm.Sharding(**options)
-
-
-def test_plans_later() -> None:
-    assert zm.Sharding(strategy="auto", mesh=MESH, cluster="a800-8x-hdr", workload=WORKLOAD).strategy == "auto"
 
 
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

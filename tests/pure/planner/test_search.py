@@ -81,16 +81,6 @@ def test_overlapped_levels_are_chosen_where_the_engine_has_them(
     assert {estimate.candidate.strategy.collective for estimate in found.ranked} == expected
 
 
-def test_a_model_of_blocks_alone_is_planned() -> None:
-    """As nn.Sequential of equal layers is: the root holds nothing, and no block takes its place."""
-    model = rootless_model()
-    assert search(model, TIGHT, WORKLOAD)[0].ranked
-    work = WORKLOAD.fixed(1, Recomputation.NONE)
-    units, _ = schedule_units(model, work)
-    assert [(unit.name, unit.buffers) for unit in units[:1]] == [("", ())] and len(units) == 1 + 4
-    assert simulate(model, TIGHT, "node=3,cluster=3", work).fits
-
-
 def test_the_gap_is_honest() -> None:
     """A search that stops early promises no less than what a whole one finds."""
     whole, _ = search(small_model(), TIGHT, WORKLOAD, options=Options(max_simulations=None))
@@ -116,13 +106,6 @@ def test_lossless_never_quantises() -> None:
     lossy, _ = search(small_model(), cluster, WORKLOAD, options=Options(wires="any"))
     assert not any(estimate.candidate.strategy.quantised for estimate in lossless.ranked)
     assert lossy.best.candidate.strategy.quantised
-
-
-def test_given_choices_are_kept() -> None:
-    workload = replace(WORKLOAD, global_batch_tokens=256 * 64, micro_batch=2, recomputation=Recomputation.SELECTIVE)
-    found, _ = search(small_model(), small_cluster(4, 4), workload)
-    assert {estimate.candidate.micro_batch for estimate in found.ranked} == {2}
-    assert {estimate.candidate.recomputation for estimate in found.ranked} == {Recomputation.SELECTIVE}
 
 
 def test_nothing_fits_says_the_smallest_and_how_many_devices_would_do() -> None:
@@ -155,6 +138,8 @@ def test_batches_that_do_not_divide(tokens: int, micro_batch: int | None, messag
 
 
 def test_a_plan_is_a_value_that_reads_itself() -> None:
+    """Of given choices too; and of a model of blocks alone, as nn.Sequential of equal layers is: its root holds
+    nothing, and no block takes its place."""
     planned = plan(small_model(), small_cluster(4, 4), WORKLOAD)
     again = Plan.from_json(planned.plan.to_json())
     assert again == planned.plan
@@ -162,6 +147,12 @@ def test_a_plan_is_a_value_that_reads_itself() -> None:
     assert again.master_dtype == "fp32"
     assert planned.plan.predicted is not None
     assert planned.plan.predicted["step_s"] == planned.best.simulation.step_s
+    workload = replace(WORKLOAD, global_batch_tokens=256 * 64, micro_batch=2, recomputation=Recomputation.SELECTIVE)
+    found, _ = search(rootless_model(), TIGHT, workload)
+    choices = {(each.candidate.micro_batch, each.candidate.recomputation) for each in found.ranked}
+    assert choices == {(2, Recomputation.SELECTIVE)}
+    units, _ = schedule_units(rootless_model(), workload.fixed(2, Recomputation.SELECTIVE))
+    assert [(unit.name, unit.buffers) for unit in units[:1]] == [("", ())] and len(units) == 1 + 4
 
 
 @pytest.mark.parametrize("memory_bytes", [8e9, 2.05e9])

@@ -15,7 +15,7 @@ from zeromesh.model import Recomputation, preset
 from zeromesh.parallel import Parallel
 from zeromesh.planner import Workload
 from zeromesh.planner.space import Space
-from zeromesh.simulator import ENGINES
+from zeromesh.simulator import ENGINES, FixedWorkload
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.few import simulate_few
 from zeromesh.simulator.run import simulate_divided
@@ -57,25 +57,26 @@ def test_what_few_blocks_tell_is_what_all_do(data: st.DataObject) -> None:
         assert found == pytest.approx((whole.step_s, whole.memory.total), rel=1e-9), strategy
 
 
+def llama_divided(pp: int = 1) -> tuple[Division, FixedWorkload]:
+    cluster, parallel = find_cluster("a800-8x-hdr").take(64), Parallel(pp=pp)
+    work = Workload(seq_len=4096, global_batch_tokens=4096 * 64 * 4).fixed(1, Recomputation.NONE, parallel)
+    return Division.of(preset("llama-7b"), cluster, parallel, seq_len=4096), work
+
+
 @pytest.mark.parametrize(
     ("strategy", "pp"),
     [("node=1,cluster=0", 1), ("node=2,cluster=2", 1), ("node=3,cluster=1", 2), ("node=3,cluster=3k", 1)],
 )
 def test_few_blocks_tell_where_computation_is_the_bound(strategy: str, pp: int) -> None:
     """So that plans need not simulate all of them."""
-    parallel = Parallel(pp=pp)
-    cluster = find_cluster("a800-8x-hdr").take(64)
-    work = Workload(seq_len=4096, global_batch_tokens=4096 * 64 * 4).fixed(1, Recomputation.NONE, parallel)
-    division = Division.of(preset("llama-7b"), cluster, parallel, seq_len=4096)
+    division, work = llama_divided(pp)
     found, whole = simulate_few(division, strategy, work), simulate_divided(division, strategy, work)
     assert found == pytest.approx((whole.step_s, whole.memory.total), rel=1e-9)
 
 
 def test_few_blocks_do_not_tell_what_waits_for_the_end_of_a_backward() -> None:
     """Each of more blocks would add to it."""
-    cluster = find_cluster("a800-8x-hdr").take(64)
-    work = Workload(seq_len=4096, global_batch_tokens=4096 * 64 * 4).fixed(1, Recomputation.NONE)
-    division = Division.of(preset("llama-7b"), cluster, Parallel(), seq_len=4096)
+    division, work = llama_divided()
     deferring = replace(ENGINES["zeromesh"], overlap_boundary=False)
     assert simulate_few(division, "node=1,cluster=0", work, engine=deferring) is None
     for strategy in ("node=1,cluster=0", "node=2,cluster=1", "node=3,cluster=1"):

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.pure.planner.setups import small_model
-from zeromesh.cluster import Cluster, Device, Level, find_cluster, preset
+from tests.pure.planner.setups import small_cluster, small_model
+from zeromesh.cluster import Cluster, find_cluster, preset
 from zeromesh.collectives.ho_ring.cost import overlapped_cost
 from zeromesh.cost import default_constants
 from zeromesh.cost.compute import ComputeModel
@@ -22,6 +22,7 @@ from zeromesh.simulator.clock import ClockBackend, HostSeconds
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.run import Setup
 from zeromesh.strategy import Layout
+from zeromesh.trace import Event
 
 A800 = preset("a800-8x-hdr")
 ON_CORES = replace(A800, device=replace(A800.device, cores=64.0))
@@ -57,40 +58,37 @@ def test_collectives_of_an_engine(engine, strategy, expected):
     assert events == {(axis, names[name]) for axis, name in pairs}
 
 
-def test_a_flat_ring_sends_no_less_than_its_share_on_each_axis():
-    result = simulate(LLAMA, A800.take(64), "node=3,cluster=3", WORK, engine="fsdp")
-    sent = {axis.axis: axis.bytes_sent_per_device for axis in result.axes}
-    gathers_and_reductions = 2 * LLAMA.num_params * 63 / 64 * 3
-    assert sum(sent.values()) == pytest.approx(gathers_and_reductions, rel=0.1)
-    assert sent["cluster"] == pytest.approx(sum(sent.values()) / 8)
-
-
 def test_a_strategys_collective_option_is_honoured():
-    (flat, joint), (ho_ring, paired), (_, in_turn) = (
+    """Overlapped levels take no longer and send the same; a flat ring no less than its share on each axis."""
+    (flat, joint), (_, paired), (_, in_turn) = (
         (found, {e.axis for e in found.trace.events if e.kind == "communicate"})
         for cluster, c in ((A800, "flat"), (ON_CORES, "ho_ring"), (A800, "ho_ring"))
         if (found := simulate(LLAMA, cluster.take(64), f"node=3,cluster=3;collective={c}", WORK, record=True)).trace
     )
     assert joint == paired == {"node+cluster"}
     assert in_turn == {"node", "cluster"}  # as the engine does where ranks exchange no messages
-    assert ho_ring.axes[1].bytes_sent_per_device < flat.axes[1].bytes_sent_per_device * 1.01
+    sent = {axis.axis: axis.bytes_sent_per_device for axis in flat.axes}
+    gathers_and_reductions = 2 * LLAMA.num_params * 63 / 64 * 3
+    assert sum(sent.values()) == pytest.approx(gathers_and_reductions, rel=0.1)
+    assert sent["cluster"] == pytest.approx(sum(sent.values()) / 8)
+    for strategy in ("node=3,cluster=3", "node=3,cluster=3k", "node=2,cluster=2", "node[4]=3,node[2]=2,cluster=2"):
+        plain, ho_ring = (
+            simulate(LLAMA, ON_CORES.take(64), strategy + option, WORK) for option in ("", ";collective=ho_ring")
+        )
+        assert [a.bytes_sent_per_device for a in ho_ring.axes] == [a.bytes_sent_per_device for a in plain.axes]
+        assert ho_ring.step_s <= plain.step_s * (1 + 1e-9)
 
 
 def test_overlapped_reductions_have_the_slices_that_the_engine_has():
     """16 GB in fp32 on 4 x 4 ranks, in messages: shards of 1 GiB, whose slices of 1 MiB the workspace shortens."""
-    cores = Device(name="d", memory_bytes=1e12, peak_flops={"fp32": 1e12}, cores=1.0)
-    levels = tuple(
-        Level(name=name, size=4, bandwidth_bytes_per_s=rate, latency_s=0.0)
-        for name, rate in (("node", 1e10), ("cluster", 1e9))
-    )
-    cluster = Cluster(name="c", device=cores, levels=levels)
+    cluster = small_cluster(4, 4)
+    cluster = replace(cluster, device=replace(cluster.device, cores=1.0))
     assert cluster.messages
-    model = TransferModel(cluster, default_constants(), ComputeModel(device=cores, constants=default_constants()))
+    constants = default_constants()
+    model = TransferModel(cluster, constants, ComputeModel(device=cluster.device, constants=constants))
     flat = FlatBuffer(numel=1 << 32, param_dtype="fp32", master_dtype="fp32")
-    schedule = Schedule.of(
-        Layout.of("node=2,cluster=2;collective=ho_ring", cluster.axes),
-        [Unit(name="block", role=Role.BLOCK, buffers=(flat,))],
-    )
+    layout = Layout.of("node=2,cluster=2;collective=ho_ring", cluster.axes)
+    schedule = Schedule.of(layout, [Unit(name="block", role=Role.BLOCK, buffers=(flat,))])
     (work,) = Chains(schedule, find_engine("zeromesh"), model).reduce_micro(0)
     major, minor = (model.cost(step) for step in schedule.placed[0][0].routes["reduce"].steps)
     slices = -(-(1 << 28) // part_numel(8 << 20, 4, 4, terms=4 * 15, longest_bytes=1 << 20))
@@ -107,15 +105,6 @@ def test_overlap_can_be_taken_away_piece_by_piece():
         steps.append(simulate(LLAMA, A800.take(64), "node[4]=3,node[2]=1,cluster=0", WORK, engine=engine).step_s)
     assert steps == sorted(steps)
     assert steps[3] > steps[0] * 1.1
-
-
-def test_overlapped_levels_take_no_longer_and_send_the_same():
-    for strategy in ("node=3,cluster=3", "node=3,cluster=3k", "node=2,cluster=2", "node[4]=3,node[2]=2,cluster=2"):
-        plain, ho_ring = (
-            simulate(LLAMA, ON_CORES.take(64), strategy + option, WORK) for option in ("", ";collective=ho_ring")
-        )
-        assert [a.bytes_sent_per_device for a in ho_ring.axes] == [a.bytes_sent_per_device for a in plain.axes]
-        assert ho_ring.step_s <= plain.step_s * (1 + 1e-9)
 
 
 def test_parameters_gathered_in_pieces_pay_each_ones_latency_and_send_the_same():
@@ -136,20 +125,20 @@ def test_parameters_gathered_in_pieces_pay_each_ones_latency_and_send_the_same()
 
 
 def test_levels_overlap_where_nothing_is_copied_between_them():
-    def pairs(strategy: str, **dtypes: str) -> set[tuple[str, str]]:
-        work = replace(WORK, **dtypes)
-        result = simulate(LLAMA, ON_CORES.take(64), f"{strategy};collective=ho_ring", work, record=True)
+    def events(strategy: str) -> list[Event]:
+        result = simulate(LLAMA, ON_CORES.take(64), f"{strategy};collective=ho_ring", WORK, record=True)
         assert result.trace is not None
-        return {(e.name, e.axis) for e in result.trace.events if e.kind == "communicate" and "+" in e.axis}
+        return [event for event in result.trace.events if event.kind == "communicate"]
 
     gathers, reductions = ("unshard all_gather", "node+cluster"), ("reduce reduce_scatter", "node+cluster")
-    assert pairs("node=3,cluster=3") == {gathers, reductions}
-    assert pairs("node=3@int8/,cluster=3") == {reductions}
-    assert pairs("node=3@/int4,cluster=3") == {gathers}
+    for strategy, expected in (
+        ("node=3,cluster=3", {gathers, reductions}),
+        ("node=3@int8/,cluster=3", {reductions}),
+        ("node=3@/int4,cluster=3", {gathers}),
+    ):
+        assert {(e.name, e.axis) for e in events(strategy) if "+" in e.axis} == expected
     # The copy that is kept lies between the two gathers of a block; root, embedding and head keep none.
-    kept = simulate(LLAMA, ON_CORES.take(64), "node=3,cluster=3k;collective=ho_ring", WORK, record=True)
-    assert kept.trace is not None
-    blocks = {e.axis for e in kept.trace.events if e.name == gathers[0] and "layers" in e.unit}
+    blocks = {e.axis for e in events("node=3,cluster=3k") if e.name == gathers[0] and "layers" in e.unit}
     assert blocks == {"node", "cluster"}
 
 
@@ -225,15 +214,12 @@ def test_a_step_takes_as_long_as_its_host(strategy: str, engine: Mechanics) -> N
 
 
 def test_large_units_hide_their_host() -> None:
-    """All but what is issued before the first of them computes: the first gathers."""
+    """All but what is issued before the first of them computes: the first gathers. A processor issues to itself."""
     work = FixedWorkload(seq_len=4096, global_batch_tokens=4096 * 16 * 8)
     steps = [
-        simulate(LLAMA, CLUSTER, "node=3,cluster=3", work, constants=default_constants().at(*host))
-        for host in (("host_issue_s", 0.0), ("host_issue_s", 1e-3))
+        simulate(LLAMA, CLUSTER, "node=3,cluster=3", work, constants=default_constants().at("host_issue_s", issue_s))
+        for issue_s in (0.0, 1e-3)
     ]
     assert steps[0].step_s < steps[1].step_s < steps[0].step_s + 5e-3
-
-
-def test_a_processor_issues_to_itself() -> None:
     processor = replace(CLUSTER, device=replace(CLUSTER.device, cores=1.0))
     assert simulated("node=3,cluster=1", 0.1, processor) == simulated("node=3,cluster=1", 0.0, processor)
