@@ -1,4 +1,4 @@
-"""Rows and choices of cells of known content: what is measured here is made up."""
+"""Rows and choices of cells of known content: what is measured here is made up; and the matrix of cells."""
 
 import json
 from typing import Any

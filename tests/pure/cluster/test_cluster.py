@@ -1,3 +1,5 @@
+"""Cluster files and presets: read, written, listed, cut to a world."""
+
 from dataclasses import asdict, is_dataclass, replace
 
 import pytest

@@ -1,3 +1,5 @@
+"""Seconds of computation, the constants' sources, and that the fitting script finds the shipped constants."""
+
 import importlib.util
 from dataclasses import replace
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Seconds of a schedule's transfers, and what collectives take of a device meanwhile."""
+
 from dataclasses import replace
 from itertools import pairwise
 

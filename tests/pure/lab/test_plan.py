@@ -1,4 +1,4 @@
-"""The plan is checked by carrying frames through it: what each instruction says is all that the walker knows."""
+"""The plan is checked by carrying frames through it; what is counted on its links, and what its ranks are told."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Which labs are found and whose they are, in made-up directories. Removal is tested with real namespaces."""
+"""Which labs are found and whose they are, in made-up directories; machines where no lab can be made."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What torchrun's variables say, and what is wrong with them where they cannot be right."""
+"""What torchrun's variables say, what is wrong with them, and the folder by which ranks are told what to do."""
 
 from __future__ import annotations
 

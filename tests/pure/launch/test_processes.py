@@ -1,4 +1,4 @@
-"""How ranks are started, watched and ended; with a shell as the rank and no namespaces."""
+"""How ranks are started, watched and ended, with small scripts as ranks; which failure is reported."""
 
 from __future__ import annotations
 

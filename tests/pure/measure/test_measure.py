@@ -1,3 +1,5 @@
+"""Lines, levels and steps from timings that are made up, and the meshes that they are measured on."""
+
 from __future__ import annotations
 
 import random

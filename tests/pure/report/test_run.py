@@ -1,4 +1,4 @@
-"""The report of a run: metrics.jsonl, the page, and lines on the terminal."""
+"""The report of a run: metrics.jsonl, the page and its curves, and lines on the terminal."""
 
 from __future__ import annotations
 

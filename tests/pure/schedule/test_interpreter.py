@@ -207,7 +207,7 @@ def test_ranks_that_differ_in_timing_alone_issue_the_same(data):
     assume(drawn)
     seen = []
     for eager in (True, False):
-        run = script(schedule, itertools.repeat(eager))
+        run = script(schedule, eager)
         for index, one in enumerate(drawn):
             run.run(one, last=index == len(drawn) - 1)
         seen.append((run.backend.sent, run.interpreter.digest))

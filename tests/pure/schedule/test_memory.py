@@ -1,4 +1,4 @@
-"""Every buffer in bytes: the published model-state table, a closed formula, and the slots."""
+"""Every buffer in bytes: a closed formula, the slots, and the workspace of collectives."""
 
 from __future__ import annotations
 

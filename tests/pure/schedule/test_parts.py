@@ -1,4 +1,4 @@
-"""Parts of a model with layouts of their own: what is held and sent is what each would hold and send by itself."""
+"""Parts of a model, whole tensors by owners and joined units in a schedule: what is held, sent and stepped on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A strategy on a mesh: sizes, splits, order, and the laws of its shards."""
+"""A strategy on a mesh: sizes, splits, order, the laws of its shards; stages, plans and parts of a model."""
 
 from __future__ import annotations
 

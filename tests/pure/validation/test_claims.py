@@ -1,4 +1,4 @@
-"""What a claim's range spans, and when it is met."""
+"""What a claim's range spans, how tables are scored, and FSDP's allocated peak by hand."""
 
 from __future__ import annotations
 
