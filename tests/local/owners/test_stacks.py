@@ -76,11 +76,7 @@ def test_muon_in_a_stack_is_as_exact_as_alone() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "bound"),
-    [
-        (optim.Muon, torch.float32, 0.03),
-        (Orthogonal, torch.float64, 1e-13),
-        (LAMB, torch.float64, 1e-13),
-    ],
+    [(optim.Muon, torch.float32, 0.03), (Orthogonal, torch.float64, 1e-13), (LAMB, torch.float64, 1e-13)],
 )
 def test_steps_are_those_of_one_after_the_other(kind: Any, dtype: torch.dtype, bound: float) -> None:
     """Also where one tensor has had no gradient, so that stacks change; and a batch counts as its items."""
