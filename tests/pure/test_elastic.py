@@ -12,11 +12,6 @@ from zeromesh.errors import MeshError, NonFiniteError
 from zeromesh.integrations.elastic import NonFinite, resize_mesh
 
 
-def test_stop_says_what_and_how_to_go_on() -> None:
-    with pytest.raises(NonFiniteError, match=r"step 3: x\. The optimizer has not stepped.*nonfinite = \"skip\""):
-        NonFinite().judge("step 3: x")
-
-
 def test_so_many_in_a_row_or_in_all_and_no_more() -> None:
     counts = NonFinite(remedy="skip", most_in_a_row=2)
     for _ in range(3):
@@ -33,18 +28,19 @@ def test_so_many_in_a_row_or_in_all_and_no_more() -> None:
         counts.finite()
     with pytest.raises(NonFiniteError, match=r"number 3 of this run, and nonfinite_in_all = 2"):
         counts.judge("")
+    # The error of a stop says how to go on.
+    with pytest.raises(NonFiniteError, match=r"step 3: x\. The optimizer has not stepped.*nonfinite = \"skip\""):
+        NonFinite().judge("step 3: x")
 
 
-def test_a_roll_back_leaves_out_what_was_trained_on_since_the_checkpoint() -> None:
+def test_what_is_left_out_comes_back_from_a_checkpoint() -> None:
     counts = NonFinite()
     assert [counts.batch(step) for step in (0, 7)] == [0, 7]
     counts.rolled_back(7, to=5)  # batches 5, 6 and 7
     assert counts.batch(5) == 8
     counts.rolled_back(6, to=5)  # of what followed, 8 and 9
     assert counts.batch(5) == 10
-
-
-def test_counts_come_back_from_a_checkpoint() -> None:
+    # Counts come back from a checkpoint.
     counts, other = NonFinite(skipped=1, rollbacks=2, in_a_row=3, left_out=4), NonFinite(skipped=9)
     other.restore(counts.state())
     assert other == counts

@@ -38,16 +38,6 @@ def test_jobs_run_in_order_of_submission(lane):
     assert all(ticket.done() for ticket in tickets)
 
 
-def test_a_job_runs_beside_the_caller():
-    lane = Lane("gather", device=CPU)
-    gate = threading.Event()
-    ticket = lane.submit(gate.wait)
-    assert not ticket.done()
-    gate.set()
-    ticket.wait()
-    assert ticket.done()
-
-
 def test_jobs_record_no_gradients(lane):
     weight = torch.ones(1, requires_grad=True)
     lane.submit(lambda: weight.add_(1)).wait()  # in place on a leaf: an error if autograd were on
@@ -84,6 +74,14 @@ def test_a_job_follows_one_of_another_lane():
     gate.set()
     free.wait()
     assert seen == ["refresh", "unshard"]
+    # A job runs beside the caller.
+    lane = Lane("gather", device=CPU)
+    gate = threading.Event()
+    ticket = lane.submit(gate.wait)
+    assert not ticket.done()
+    gate.set()
+    ticket.wait()
+    assert ticket.done()
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -107,7 +105,7 @@ def test_a_job_fails_with_the_one_that_it_follows(told):
     assert not ran
 
 
-def test_a_ticket_keeps_what_its_job_refers_to_until_it_is_waited_for():
+def test_a_ticket_keeps_what_its_job_refers_to(monkeypatch):
     """As a stream's does: the device may still use it."""
     ticket, held = Ticket("agree"), Owner(inline=True)
     seen = weakref.ref(held)
@@ -116,6 +114,11 @@ def test_a_ticket_keeps_what_its_job_refers_to_until_it_is_waited_for():
     assert seen() is not None
     ticket.wait()
     assert seen() is None
+    # Streams go before the computation.
+    asked: list[object] = []
+    monkeypatch.setattr(torch, "Stream", lambda device, *, priority: asked.append((device, priority)))
+    _Stream("gather", torch.device("cuda", 1))
+    assert asked == [(torch.device("cuda", 1), -1)]
 
 
 class Owner:
@@ -142,13 +145,6 @@ def test_dropping_the_owner_frees_it_at_once(inline):
         thread.join(timeout=100)
         assert not thread.is_alive()
     assert len(threads) == (0 if inline else 1)
-
-
-def test_streams_go_before_the_computation(monkeypatch):
-    asked: list[object] = []
-    monkeypatch.setattr(torch, "Stream", lambda device, *, priority: asked.append((device, priority)))
-    _Stream("gather", torch.device("cuda", 1))
-    assert asked == [(torch.device("cuda", 1), -1)]
 
 
 @pytest.mark.parametrize(

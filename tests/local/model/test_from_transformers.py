@@ -51,16 +51,14 @@ def test_what_is_read_is_what_torch_counts(tmp_path: Path, model_type: str, more
     assert planned_flops(found, seq_len) == pytest.approx(real_flops(built, seq_len), rel=1e-4)
 
 
-def test_what_has_no_such_kernel_is_run_as_under_autocast(tmp_path: Path) -> None:
+def test_models_that_are_choosy(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL | {"model_type": "fnet"}))
     found = load_model(str(tmp_path), seq_len=32, dtype="bf16")
     assert found.dtype == "bf16"
     assert found.assumed == (
         "fft_fftn takes no bf16, and is computed in fp32, as under autocast: without it this model does not run",
     )
-
-
-def test_a_model_of_one_length_is_read_at_that(tmp_path: Path) -> None:
+    # A model of one length is read at that.
     chunks = {"attn_layers": ["local", "lsh"], "axial_pos_shape": [8, 16], "axial_pos_embds_dim": [8, 8]}
     assert load(tmp_path, 128, model_type="reformer", **chunks).num_layers == 2
     with pytest.raises(ModelError, match=r"padding your sequence length to 128 .* or the --seq-len that it asks for"):

@@ -52,16 +52,13 @@ def test_the_simulator_is_fed_by_the_probe_alone():
     assert row.step_s == 0.1 and row.error == pytest.approx(expected.step_s / 0.1 - 1)
 
 
-def test_bytes_out_of_links():
+def test_bytes_and_rounds_of_a_row():
     """Out of a node go what its two ranks send over the cluster axis; counted bytes are set beside them."""
     (cell,) = make_cells([TREE], ["node=0,cluster=0"], [BATCH])
     (row,) = rows_of({cell: [0.1]}, link_bytes=[3.0])
     assert row.predicted_link_bytes == (2 * row.predicted_bytes["cluster"],)
     assert "3 B" in next(iter(shown([row])))[-1]
-
-
-def test_rounds_are_added_up():
-    """Seconds are medians over all steps, and the spread is that of the rounds."""
+    # Seconds are medians over all steps, and the spread is that of the rounds.
     (cell,) = make_cells([TREE], ["node=3,cluster=1"], [BATCH])
     (row,) = rows_of({cell: [0.1, 0.3, 0.2]})
     assert row.step_s == pytest.approx(0.27) and row.link_bytes == (1e6,)
@@ -133,9 +130,7 @@ def test_the_whole_matrix():
     twice = make_cells(["2@1gbit,2"] * 2, ["zero3", "node=3,cluster=3"], BATCHES[:1] * 2)
     assert [cell.strategy for cell in twice] == ["node=3,cluster=3"]
     assert make_cells(["a=2,b=2,c=2,d=2"], ["zero3"], BATCHES)
-
-
-def test_strategies_of_other_levels_are_left_out():
+    # Strategies of other levels are left out.
     cells = make_cells(["node=2", "cluster=2,node=2"], ["node=3,cluster=1", "node=3"], BATCHES[:1])
     assert [(c.topology, c.strategy) for c in cells] == [("node=2", "node=3"), ("cluster=2,node=2", "node=3,cluster=1")]
     presets = make_cells(["node=2", "cluster=2,node=2"], ["zero3"], BATCHES[:1])

@@ -61,6 +61,16 @@ def test_the_documented_file_reads():
     assert read.level("node").bandwidth_bytes_per_s == 200e9
     assert read.level("cluster").latency_s == pytest.approx(15e-6)
     assert hash(read) == hash(parse_cluster(GOOD))
+    # A device computes in the best dtype it has.
+    assert preset("dgx2-v100-400g").device.matrix_dtype == "fp16"
+    assert preset("a800-8x-hdr").device.matrix_dtype == "bf16"
+    with pytest.raises(ClusterError, match="has no peak for bf16"):
+        preset("dgx2-v100-400g").device.peak("bf16")
+    # Unknown names list the nearest.
+    with pytest.raises(ClusterError, match="did you mean a800-8x-hdr"):
+        find_cluster("a800-8x-hrd")
+    with pytest.raises(ClusterError, match="has no level 'nod'; did you mean node"):
+        preset("a800-8x-hdr").level("nod")
 
 
 MEMORY, PEAK = 'memory = "80 GB"', 'bf16 = "312 TFLOP/s"'
@@ -144,20 +154,6 @@ def test_every_constant_of_a_preset_has_a_source(name):
     for dtype, rate in found.device.achievable_flops:
         assert rate < found.device.peak(dtype)
     require_same(parse_cluster(cluster_toml(found)), found)
-
-
-def test_unknown_names_list_the_nearest():
-    with pytest.raises(ClusterError, match="did you mean a800-8x-hdr"):
-        find_cluster("a800-8x-hrd")
-    with pytest.raises(ClusterError, match="has no level 'nod'; did you mean node"):
-        preset("a800-8x-hdr").level("nod")
-
-
-def test_a_device_computes_in_the_best_dtype_it_has():
-    assert preset("dgx2-v100-400g").device.matrix_dtype == "fp16"
-    assert preset("a800-8x-hdr").device.matrix_dtype == "bf16"
-    with pytest.raises(ClusterError, match="has no peak for bf16"):
-        preset("dgx2-v100-400g").device.peak("bf16")
 
 
 @pytest.mark.parametrize(

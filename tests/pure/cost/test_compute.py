@@ -28,6 +28,11 @@ def test_every_constant_says_where_it_comes_from():
     assert set(entries) == links | {name for name in CONSTANTS.__slots__ if name != "link_share"}
     assert {entry.how for entry in entries.values()} <= {"fitted", "cited", "assumed"}
     assert all(len(entry.source) > 10 for entry in entries.values())
+    # Constants out of range are refused.
+    with pytest.raises(InternalError, match="out of range: launch_s"):
+        replace(CONSTANTS, launch_s=-1.0)
+    with pytest.raises(InternalError, match="no link_share for"):
+        replace(CONSTANTS, link_share={})
 
 
 def test_large_products_reach_the_measured_rate():
@@ -112,22 +117,12 @@ def test_a_device_without_memory_bandwidth_has_the_usual_one():
     assert 1e12 < usual < 2.5e12
     assert A100.memory(2039e9) == pytest.approx(1 / CONSTANTS.memory_share)
     assert A100.optimizer(1e9) == pytest.approx(30e9 / 2039e9 / CONSTANTS.memory_share)
-
-
-def test_overhead_counts_each_communicator():
-    """Processors have no driver and no buffers of communicators."""
+    # Processors have no driver and no buffers of communicators.
     one, two = (Overhead.of(CONSTANTS, messages=False, communicators=n, dynamic_bytes=1e9) for n in (1, 2))
     assert two.total_bytes - one.total_bytes == CONSTANTS.communicator_bytes
     assert one.allocator_bytes == pytest.approx(1e9 * CONSTANTS.allocator_share)
     found = Overhead.of(CONSTANTS, messages=True, communicators=4, dynamic_bytes=1e9)
     assert found.total_bytes == found.allocator_bytes == pytest.approx(1e9 * CONSTANTS.allocator_share)
-
-
-def test_constants_out_of_range_are_refused():
-    with pytest.raises(InternalError, match="out of range: launch_s"):
-        replace(CONSTANTS, launch_s=-1.0)
-    with pytest.raises(InternalError, match="no link_share for"):
-        replace(CONSTANTS, link_share={})
 
 
 def test_what_was_measured_at_the_models_shapes_is_believed():

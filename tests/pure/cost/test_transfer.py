@@ -133,6 +133,15 @@ def test_a_transfer_carries_it_and_a_chain_has_the_mean():
     both = one_after_another(*costs)
     assert both.taken * both.seconds == pytest.approx(sum(cost.taken * cost.seconds for cost in costs))
     assert one_after_another(CollectiveCost(seconds=0.0)).taken == 0.0
+    # What is sent goes through memory three times inside a node and five over a network.
+    model = TransferModel(A800, CONSTANTS, ComputeModel(device=A800.device, constants=CONSTANTS))
+    node, outer = Layout.of("node=3,cluster=3", A800.axes).axes
+    for axes, passes in (((node,), 3), ((outer,), 5), ((node, outer), 3 + 2 / 8)):
+        cost = model.joint(axes, "all_gather", 2**28, "bf16")
+        assert cost.memory_s == pytest.approx(model.compute.memory(passes * cost.sent_bytes))
+    gather, both = (model.joint((node,), operation, 2**28, "bf16") for operation in ("all_gather", "all_reduce"))
+    assert both.memory_s == pytest.approx(2 * gather.memory_s)
+    assert one_after_another(gather, both).memory_s == pytest.approx(3 * gather.memory_s)
 
 
 def test_kernels_of_a_collective_take_the_device_from_computation_for_as_long_as_they_run():
@@ -159,17 +168,6 @@ def test_quantising_is_charged_for_what_it_reads_and_writes():
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_sent_goes_through_memory_three_times_inside_a_node_and_five_over_a_network():
-    model = TransferModel(A800, CONSTANTS, ComputeModel(device=A800.device, constants=CONSTANTS))
-    node, outer = Layout.of("node=3,cluster=3", A800.axes).axes
-    for axes, passes in (((node,), 3), ((outer,), 5), ((node, outer), 3 + 2 / 8)):
-        cost = model.joint(axes, "all_gather", 2**28, "bf16")
-        assert cost.memory_s == pytest.approx(model.compute.memory(passes * cost.sent_bytes))
-    gather, both = (model.joint((node,), operation, 2**28, "bf16") for operation in ("all_gather", "all_reduce"))
-    assert both.memory_s == pytest.approx(2 * gather.memory_s)
-    assert one_after_another(gather, both).memory_s == pytest.approx(3 * gather.memory_s)
 
 
 def test_a_kernel_that_waits_for_memory_beside_a_gather_takes_twice_as_long_on_an_a100():

@@ -80,16 +80,18 @@ def test_every_leaf_knows_all_the_others_and_sets_the_congestion_control(sizes):
         assert all(f"src {address(leaf)} congctl cubic" in line for line in routes)
 
 
-def test_addresses_are_all_different():
-    assert len({address(leaf) for leaf in range(1024)}) == len({mac(leaf) for leaf in range(1024)}) == 1024
-
-
 def test_each_link_is_shaped_at_both_ends():
     buckets = {(bucket.namespace, bucket.interface): bucket.rate_bytes_per_s for bucket in wiring(2).buckets}
     root, *below = wiring(2).namespaces
     assert buckets == {(root, "port0"): 25e6, (root, "port1"): 25e6, (below[0], "eth0"): 25e6, (below[1], "eth0"): 25e6}
     plan = wiring(2, rate_bytes_per_s=None)
     assert plan.buckets == () and not list(lines_of(plan, "tc"))
+    # Addresses are all different.
+    assert len({address(leaf) for leaf in range(1024)}) == len({mac(leaf) for leaf in range(1024)}) == 1024
+    # One leaf without links uses loopback.
+    plan = wiring()
+    assert [line for _, line in lines_of(plan, "ip")] == ["netns add zmlab-1-0-root", "link set lo up"]
+    assert (plan.interface, plan.leaf_address(0)) == ("lo", "127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -103,12 +105,6 @@ def test_each_link_is_shaped_at_both_ends():
 def test_burst_and_queue_grow_with_the_rate(rate_bytes_per_s, instruction):
     bucket = Bucket(namespace="n", interface="eth0", rate_bytes_per_s=rate_bytes_per_s)
     assert bucket.instruction == instruction
-
-
-def test_one_leaf_without_links_uses_loopback():
-    plan = wiring()
-    assert [line for _, line in lines_of(plan, "ip")] == ["netns add zmlab-1-0-root", "link set lo up"]
-    assert (plan.interface, plan.leaf_address(0)) == ("lo", "127.0.0.1")
 
 
 @pytest.mark.parametrize("has_ipv6", [True, False])
@@ -146,15 +142,13 @@ def test_what_the_upper_end_receives_was_sent_from_below():
     assert [level.sent_payload_bytes for level in by_level(WIRING, read)] == [500 - 5 * 66, 504 - 5 * 66]
 
 
-def test_counts_are_read_once_for_each_switch():
+def test_counters_are_read_and_subtracted():
     assert [command.argv[2] for command in counters.read_commands(WIRING).values()] == [
         "zmlab-1-0-root",
         "zmlab-1-0-0",
         "zmlab-1-0-1",
     ]
-
-
-def test_a_difference_is_taken_link_by_link():
+    # A difference is taken link by link.
     before = {"0": LinkBytes(sent_bytes=1, received_bytes=2, sent_packets=3, received_packets=4)}
     after = {"0": LinkBytes(sent_bytes=11, received_bytes=22, sent_packets=33, received_packets=44)}
     spent = difference(after, before)
@@ -167,21 +161,17 @@ def of_rank(rank, text="2@200mbit,2@1gbit,2", around=()):
     return environment(plan, plan.tree.places[rank], port=29501, around=dict(around))
 
 
-def test_a_rank_sees_what_torchrun_would_tell_it():
+def test_what_a_rank_is_told():
     expected = """RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=2 GROUP_WORLD_SIZE=4 NODE_RANK=2
         ROLE_RANK=5 ROLE_WORLD_SIZE=8 ROLE_NAME=default MASTER_ADDR=10.77.0.1 MASTER_PORT=29501
         GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 TP_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
         ZEROMESH_LAB=zmlab-1-0 ZEROMESH_LAB_TREE=2@200mbit,2@1gbit,2 ZEROMESH_LAB_ADDRESS=10.77.0.3"""
     assert of_rank(5) == dict(pair.split("=") for pair in expected.split())
-
-
-def test_the_owners_environment_is_passed_on_and_another_torchruns_is_not():
+    # The owner's environment is passed on, another torchrun's is not.
     around = {"HOME": "/root", "OMP_NUM_THREADS": "4", "RANK": "9", "TORCHELASTIC_RUN_ID": "x"}
     env = of_rank(0, around=around.items())
     assert (env["HOME"], env["OMP_NUM_THREADS"], env["RANK"]) == ("/root", "4", "0")
     assert "TORCHELASTIC_RUN_ID" not in env
-
-
-def test_one_leaf_without_links_meets_on_loopback():
+    # One leaf without links meets on loopback.
     env = of_rank(1, "4")
     assert (env["MASTER_ADDR"], env["GLOO_SOCKET_IFNAME"], env["LOCAL_RANK"]) == ("127.0.0.1", "lo", "1")

@@ -47,40 +47,32 @@ def test_a_lab_is_leftover_when_its_owner_does_not_run(registry, change):
     assert registry.leftovers() == ("zmlab-41-100-0",)
 
 
-def test_namespaces_are_found_by_their_name(registry):
+def test_namespaces_are_found_by_their_name(registry, tmp_path):
     make_namespaces(registry, "zmlab-41-5-0-root", "zmlab-41-5-0-0.1", "zmlab-41-5-10-root", "zc0", "zmlab")
     assert registry.leftovers() == ("zmlab-41-5-0", "zmlab-41-5-10")
     assert registry.namespaces("zmlab-41-5-0") == ("zmlab-41-5-0-0.1", "zmlab-41-5-0-root")
     run_process(registry, 41, start=5)
     assert registry.leftovers() == ()
-
-
-def test_no_directory_means_no_labs(tmp_path):
+    # No directory means no labs.
     assert Registry(netns=tmp_path / "b").labs() == ()
 
 
-def test_not_root(monkeypatch):
+def test_where_no_lab_can_be_made(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(LabError, match=r"needs root .* runs as user 1000: use sudo"), Lab("2@1gbit"):
         pass
     assert "needs root" in (unavailable_reason() or "")
-
-
-def test_missing_programs_are_named_with_their_packages(monkeypatch, tmp_path):
+    # Missing programs are named with their packages.
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
         LabError, match=r"needs ip, tc, bridge, setpriv, not found in PATH: install iproute2 util-linux"
     ):
         Lab("2@1gbit").up()
-
-
-def test_a_lab_that_is_not_up_runs_nothing():
+    # A lab that is not up runs nothing.
     with pytest.raises(InputError, match="is not up"):
         Lab("2@1gbit").run(["true"])
-
-
-def test_a_failed_batch_names_the_line_and_the_complaint():
+    monkeypatch.undo()  # a failed batch names the line and the complaint
     script = "echo 'Error: no such device.' >&2; echo 'Command failed -:2' >&2; exit 1"
     command = Command(argv=("sh", "-c", script), stdin="first line\nsecond line\n", purpose="make veth pairs")
     with pytest.raises(LabError, match=r"cannot make veth pairs: sh -c .* second line: Error: no such device\.$"):

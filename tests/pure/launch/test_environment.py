@@ -19,12 +19,10 @@ SET = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2
 ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
-def test_a_process_started_by_hand_has_no_launcher() -> None:
-    assert Launched.of({"PATH": "/bin", "LOCAL_RANK": "7"}) is None
-
-
 def test_a_launched_process_knows_its_place() -> None:
     assert Launched.of(SET) == Launched(rank=3, world=4, local_rank=1, local_world=2)
+    # A process started by hand has no launcher.
+    assert Launched.of({"PATH": "/bin", "LOCAL_RANK": "7"}) is None
 
 
 BROKEN = [
@@ -77,13 +75,11 @@ def test_tasks_that_do_not_know_of_each_other_are_no_runs(count: str) -> None:
 NEEDED = r"a temporary directory, which cannot be written: .*set TMPDIR to a directory with room"
 
 
-def test_a_directory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_directory_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=f"{NEEDED}"), make_job("module:function", {}):
         pass
-
-
-def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A disk that is full.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ConfigError, match=NEEDED), file_size_limit(0), make_job("module:function", {}):
         pass

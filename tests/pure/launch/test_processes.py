@@ -62,29 +62,23 @@ def test_output_and_exit_code_of_each_rank():
     raise_failed(results)
     (result,) = run("kill -9 $$", timeout_s=1e7)  # longer than one wait
     assert describe_failure([result]) == "1 of 1 ranks failed: rank 0 died of SIGKILL\nrank 0:\n(it printed nothing)"
-
-
-def test_more_output_than_a_pipe_holds_on_both_streams():
+    # More output than a pipe holds on both streams.
     (result,) = run("head -c 1000000 /dev/zero | tr '\\0' x; head -c 1000000 /dev/zero | tr '\\0' y >&2")
     assert (len(result.stdout), len(result.stderr)) == (1_000_000, 1_000_000)
-
-
-def test_lines_are_seen_as_they_come():
+    # Lines are seen as they come.
     seen = []
     run("echo one; echo two >&2; printf three", on_line=lambda *line: seen.append(line))
     assert sorted(seen) == [(0, "stderr", "two"), (0, "stdout", "one"), (0, "stdout", "three")]
 
 
-def test_a_failure_ends_the_others_and_is_named_as_the_cause():
+def test_the_others_run_on_or_end():
     results = run("sleep 60", "echo 'the reason' >&2; exit 3", "sleep 60")
     assert [r.ended_because for r in results] == ["rank 1 failed", None, "rank 1 failed"]
     assert results[1].returncode == 3
     assert all(r.wall_s < 60 for r in results)
     with pytest.raises(RanksFailedError, match=r"3 of 3 .* rank 1 exited with 3; .*\nrank 1:\nthe reason"):
         raise_failed(results)
-
-
-def test_the_others_run_on_where_that_is_asked_for():
+    # The others run on where that is asked for.
     results = run("exit 3", "sleep 60", stop_on_failure=False, timeout_s=0.5)
     assert [r.ended_because for r in results] == [None, "it ran past the timeout of 0.5 s"]
 

@@ -52,15 +52,13 @@ def test_what_a_bucket_lets_pass_at_once_does_not_make_its_link_faster():
     assert found.latency_s == pytest.approx(latency, rel=0.5)
 
 
-def test_noise_moves_the_line_by_no_more_than_its_median():
+def test_noise_and_disturbed_rounds():
     line = Line(latency_s=1e-4, bytes_per_s=5e8)
     found = fit(timings(line, noise=0.1))
     assert found.line.bytes_per_s == pytest.approx(line.bytes_per_s / 1.07, rel=0.08)
     assert 0.02 < found.spread < 0.12 and found.disagreement < 0.25
     found.require_trust("here")
-
-
-def test_a_few_disturbed_rounds_do_not_matter():
+    # A few disturbed rounds do not matter.
     clean = timings(Line(latency_s=1e-4, bytes_per_s=5e8))
     disturbed = {size: [t * 10 if i % 5 == 0 else t for i, t in enumerate(times)] for size, times in clean.items()}
     assert fit(disturbed).line == fit(clean).line
@@ -97,12 +95,10 @@ def test_too_few_timings(rows):
         fit(rows)
 
 
-def test_a_mesh_is_written_outermost_first():
+def test_meshes_as_text():
     assert parse_mesh("cluster=2, node=4") == {"cluster": 2, "node": 4}
     assert mesh_text(parse_mesh("a=2,b=3,c=4")) == "a=2,b=3,c=4"
-
-
-def test_what_is_no_mesh():
+    # No meshes:
     for text in ("", "4", "node", "node=0", "node=-1", "node=2,node=2", "a b=2", "node=2x"):
         with pytest.raises(MeshError, match="sizes by axis name"):
             parse_mesh(text)
@@ -135,16 +131,14 @@ def test_levels_of_what_has_been_started(monkeypatch):
         default_mesh(4)
 
 
-def test_divisions_of_ranks_are_levels():
+def test_levels_from_divisions_of_ranks():
     hosts, leaves = (
         Partition(source=by, parts=tuple(text)) for by, text in (("hosts", "aabbccdd"), ("pairs", "aaaabbbb"))
     )
     found = levels_of(8, [hosts, leaves], node=2)
     assert found.mesh == {"cluster": 2, "switch": 2, "node": 2} and list(found.mesh) == ["cluster", "switch", "node"]
     assert found.sources == {"node": "hosts", "switch": "pairs", "cluster": "all ranks"} and not found.missing
-
-
-def test_what_is_no_level_is_said():
+    # What is no level is said.
     odd = Partition(source="leaf switches", parts=tuple("aaab"))
     pairs, threes = (Partition(source=f"by {n}", parts=tuple(rank // n for rank in range(12))) for n in (2, 3))
     assert levels_of(4, [odd], node=4).missing == (
@@ -191,9 +185,7 @@ def test_a_probe_becomes_a_cluster():
     found.require_trust()
     with pytest.raises(MeasurementError, match="all_gather over node"):
         from_raw(raw(loaded=3.0), MESH, "here").require_trust()
-
-
-def test_a_step_is_predicted_as_the_planner_does():
+    # A step is predicted as the planner does.
     cluster = from_raw(raw(), MESH, "here").cluster
     whole, one = (planned("node=3,cluster=1", cluster, replace(BATCH, micro_batches=count)) for count in (2, 1))
     assert one.step_s < whole.step_s and one.compute_s < whole.compute_s

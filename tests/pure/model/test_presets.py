@@ -43,7 +43,7 @@ def test_units_are_entered_root_first_and_tied_weights_stay_with_the_root() -> N
     assert "transformer.wte.weight" in {tensor.name for tensor in tied.units[0].tensors}
 
 
-def test_model_flops_are_megatrons_formula() -> None:
+def test_model_flops_by_hand() -> None:
     """72 L h^2 (1 + s/(6h) + V/(12 L h)), for a model whose feed-forward network is 4h (arXiv 2104.04473, eq. 3).
 
     Megatron's formula leaves out norms and biases: .1 % of gpt-20b.
@@ -52,9 +52,7 @@ def test_model_flops_are_megatrons_formula() -> None:
     layers, hidden, vocab = model.num_layers, model.hidden, model.vocab
     megatron = 72 * layers * hidden**2 * (1 + seq_len / (6 * hidden) + vocab / (12 * layers * hidden))
     assert model.model_flops_per_token(seq_len) == pytest.approx(megatron, rel=2e-3)
-
-
-def test_model_flops_leave_out_the_input_embedding_and_idle_experts() -> None:
+    # Model flops leave out the input embedding and idle experts.
     dense, sparse = preset("llama-7b"), preset("mixtral-8x7b")
     attention = 12 * 32 * 4096 * 1024
     assert dense.model_flops_per_token(1024) == 6 * (6738415616 - 32000 * 4096) + attention
@@ -64,14 +62,12 @@ def test_model_flops_leave_out_the_input_embedding_and_idle_experts() -> None:
     )
 
 
-def test_frozen_weights_cost_four() -> None:
+def test_trainable_parts_cost_more_than_frozen_ones() -> None:
     model = with_trainable(preset("llama-7b"), "lora:16")
     frozen = preset("llama-7b").num_params - 32000 * 4096
     expected = 4 * frozen + 6 * model.num_trainable + 12 * 32 * 4096 * 1024
     assert model.model_flops_per_token(1024) == expected
-
-
-def test_lora_adapts_every_linear_layer_of_the_blocks() -> None:
+    # LoRA adapts every linear layer of the blocks.
     model = with_trainable(preset("llama-7b"), "lora:8")
     hidden, ffn = 4096, 11008
     assert model.num_trainable == 32 * 8 * (4 * (hidden + hidden) + 3 * (hidden + ffn))
@@ -96,25 +92,19 @@ def test_wrong_trainable_says_what_was_expected() -> None:
             with_trainable(preset("llama-7b"), choice)
 
 
-def test_block_activations_by_hand() -> None:
+def test_activations_by_hand() -> None:
     """LLaMA-7B, bf16: two unfused RMS norms (4h + 2h + 2h + 4), q k v out (8h), log-sum-exp (4 * 32), SwiGLU (8f)."""
     block = preset("llama-7b").units[2]
     assert block.saved_bytes(4096, Recomputation.NONE) == 2 * (8 * 4096 + 4) + 8 * 4096 + 4 * 32 + 8 * 11008
     fused = preset("llama-7b", kernels=FUSED).units[2]
     assert fused.saved_bytes(4096, Recomputation.NONE) == 2 * (4 * 4096 + 4) + 8 * 4096 + 4 * 32 + 8 * 11008
-
-
-def test_megatrons_kernels_keep_less() -> None:
-    """SwiGLU keeps gate, up and product (6f), the loss one copy of the logits (2V) beside the head's input (2h)."""
+    # SwiGLU keeps gate, up and product (6f), the loss one copy of the logits (2V) beside the head's input (2h).
     *_, block, head = preset("llama-7b", kernels=MEGATRON).units
     assert block.saved_bytes(4096, Recomputation.NONE) == 2 * (4 * 4096 + 4) + 8 * 4096 + 4 * 32 + 6 * 11008
     assert head.saved_bytes(4096, Recomputation.NONE) == 8 + 2 * 4096 + 2 * 32000
     *_, fused_block, _ = preset("llama-7b", kernels=FUSED).units
     assert block.activations.elementwise.constant < fused_block.activations.elementwise.constant
-
-
-def test_unfused_attention_moves_the_scores() -> None:
-    """LLaMA-7B in bf16: 24 bytes for each of 32 heads' scores, as many as the sequence is long; fused, none."""
+    # LLaMA-7B in bf16: 24 bytes for each of 32 heads' scores, as many as the sequence is long; fused, none.
     unfused = preset("llama-7b", kernels=Kernels(fused_norm=False, fused_attention=False)).units[2].activations
     assert unfused.elementwise.per_context == 24 * 32
     assert preset("llama-7b").units[2].activations.elementwise.per_context == 0

@@ -60,9 +60,7 @@ def test_memory_at_its_peak_and_where_it_ends() -> None:
     assert limited(114).memory.fails_at == BACKWARD
     assert limited(84).memory.fails_at == FORWARD  # the first one, though the later one needs more
     assert limited(None).memory.fails_at is None
-
-
-def test_launches_are_the_most_of_any_block() -> None:
+    # Launches are the most of any block.
     assert FOUND.launches_per_unit() == {"reduce": 3}  # the root is no block
 
 
@@ -73,9 +71,7 @@ def test_ranks_part_where_one_issues_another_collective_or_none() -> None:
     assert "as number 1 of a step all_gather over node that sends 7 bytes on rank 0, none on rank 5" in said
     (said,) = failures_of([FOUND, replace(other, calls=(replace(FOUND.calls[0], sent_bytes=8),))])
     assert "sends 8 bytes on rank 5" in said
-
-
-def test_each_failure_has_its_rank_where_there_are_several() -> None:
+    # Each failure has its rank where there are several.
     broken = replace(limited(84), rank=5, failures=("in h.0: no",), races=("a race",))
     said = failures_of([FOUND, broken])
     assert said[0] == "rank 5: in h.0: no"
@@ -92,8 +88,6 @@ def test_terminal_and_page_say_the_same() -> None:
         assert text in out.getvalue() and text in page
     assert "would fail: node=3 does not fit" in out.getvalue()
     assert 'data-key="step_s"' in page and 'class="limit"' in page
-
-
-def test_a_page_without_a_cluster_has_no_limit() -> None:
+    # A page without a cluster has no limit.
     page = rehearsal_page([replace(limited(None), cluster="", step_s=None, exposed_s=None)], ())
     assert 'class="limit"' not in page and "--cluster NAME" in page and "nothing was found that would fail" in page

@@ -65,16 +65,13 @@ def test_a_host_that_reads_no_longer_runs_ahead() -> None:
     assert run(kernel(5.0), read, kernel(1.0, BACKWARD, at_s=1.0)).seconds == 6.5
 
 
-def test_kernels_take_longer_beside_collectives() -> None:
+def test_collectives_share_links_and_slow_kernels_down() -> None:
     """For two seconds, of which the collective takes a quarter and leaves one and a half of computation."""
     assert run(gather(0.0, 2.0, taken=0.25), kernel(3.0)).seconds == pytest.approx(3.5)
     # What it moves through memory, those alone miss that wait for it.
     for moving, seconds in ((True, 3.5), (False, 3.0)):
         assert run(gather(0.0, 2.0, memory_s=0.5), kernel(3.0, moving=moving)).seconds == pytest.approx(seconds)
-
-
-def test_collectives_share_a_link_and_not_different_ones() -> None:
-    """Two of 4 s on one link have half of it each: both take 8."""
+    # Two of 4 s on one link have half of it each: both take 8.
     shared = run(gather(0.0, 4.0), gather(0.0, 4.0, stream=2, lane="reduce"), *after(1, of=2, stream=0), kernel(1.0))
     apart = run(gather(0.0, 4.0), gather(0.0, 4.0, stream=2, level=1), *after(1, of=2, stream=0), kernel(1.0))
     assert (shared.seconds, apart.seconds) == (9.0, 5.0)

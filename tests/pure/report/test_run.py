@@ -43,13 +43,20 @@ def labels(directory: Path) -> list[str]:
     return re.findall(r'class="spot"[^>]*title="([^"]*training[^"]*)"', (directory / "run.html").read_text())
 
 
-def test_metrics_are_one_object_a_line(tmp_path: Path) -> None:
+def test_lines_of_metrics(tmp_path: Path) -> None:
     with closing(report(tmp_path)) as run:
         run.append(metrics(1, loss=float("nan")))
         run.append(metrics(2, eval_loss=1.5))
         first, second = steps(tmp_path)  # flushed before the file is closed
     assert (first["step"], first["loss"], second["eval_loss"]) == (1, None, 1.5)
     assert {"step", "loss", "lr", "tokens", "positions", "tokens_per_s", "grad_norm", "step_s"} == set(first)
+    # The table shows the largest device.
+    line = TrafficLine(axis="node", size=2, stage="3", predicted_bytes=5, sent_bytes=5, collectives=1)
+    traffic = [[line, line]]
+    table = comparison(MEMORY, traffic).splitlines()
+    assert table[2].split() == ["parameters", "60", "70"]
+    assert table[-3] == f"{'node: 2 ranks, stage 3':<40} {5:>14} {5:>14}"
+    assert table[-1] == "predicted and measured differ; the largest of 2 devices is shown"
 
 
 def test_resumed_run_drops_steps_it_will_repeat_and_a_line_cut_short(tmp_path: Path) -> None:
@@ -143,15 +150,6 @@ def test_a_run_that_goes_on_has_a_page_and_a_start_without_steps_leaves_it(
     assert (tmp_path / "run.html").read_text() == "as it was"
 
 
-def test_the_table_shows_the_largest_device() -> None:
-    line = TrafficLine(axis="node", size=2, stage="3", predicted_bytes=5, sent_bytes=5, collectives=1)
-    traffic = [[line, line]]
-    table = comparison(MEMORY, traffic).splitlines()
-    assert table[2].split() == ["parameters", "60", "70"]
-    assert table[-3] == f"{'node: 2 ranks, stage 3':<40} {5:>14} {5:>14}"
-    assert table[-1] == "predicted and measured differ; the largest of 2 devices is shown"
-
-
 def chart(places: list[int], *values: list[float], from_zero: bool = True) -> CurveChart | None:
     series = [Series(name=f"s{i}", colour="compute", values=some) for i, some in enumerate(values)]
     return curve_chart("key", "title", places, series, "{:.3g}".format, x_name="step", from_zero=from_zero)
@@ -170,7 +168,7 @@ def test_points_lie_on_the_axes_that_are_drawn() -> None:
     assert not found.caption and not first.band
 
 
-def test_a_long_run_is_shown_by_means_and_what_they_lie_between() -> None:
+def test_long_runs_and_no_finite_numbers() -> None:
     count = 7 * MOST + 3
     found = chart(list(range(1, count + 1)), [float(i % 7) for i in range(count)], from_zero=False)
     assert found is not None
@@ -178,9 +176,7 @@ def test_a_long_run_is_shown_by_means_and_what_they_lie_between() -> None:
     assert len(curve.line) <= MOST and len(found.spans) == len(curve.line) and len(curve.band) == 2 * len(curve.line)
     assert found.caption.startswith("Each point is the mean of 8 steps")
     assert found.spans[0].label == "steps 1 to 8: s0 2.62 (0 to 6)"
-
-
-def test_what_is_no_finite_number_is_left_out() -> None:
+    # What is no finite number is left out.
     assert chart([1, 2], [math.nan, math.inf]) is None
     found = chart([1], [math.inf], [5.0])
     assert found is not None and [curve.name for curve in found.curves] == ["s1"]

@@ -127,7 +127,7 @@ def test_activations_of_a_layer_are_near_those_of_megatron(tp: int, measured: fl
     assert predicted == pytest.approx(measured, rel=1e-3 if tp == 1 else 0.065)
 
 
-def test_adapters_are_cut_with_their_matrices() -> None:
+def test_adapters_and_links_of_a_cut_model() -> None:
     whole = with_trainable(model(), "lora:8")
     part = Division.of(whole, small_cluster(4, 2), Parallel(tp=2), seq_len=SEQ).parts[0].model
     (block,) = (unit for unit in part.units if unit.kind is UnitKind.BLOCK)
@@ -135,10 +135,7 @@ def test_adapters_are_cut_with_their_matrices() -> None:
     assert shapes["self_attn.q_proj.lora_A.weight"] == (8, 512)
     assert shapes["self_attn.q_proj.lora_B.weight"] == (256, 8)
     assert shapes["self_attn.o_proj.lora_A.weight"] == (8, 256)
-
-
-def test_links_are_shared_by_all_devices_whatever_takes_them() -> None:
-    """Eight groups of one GPU of each node share its NICs, whether the others are data-parallel or not."""
+    # Eight groups of one GPU of each node share its NICs, whether the others are data-parallel or not.
     constants = default_constants()
     whole, rest = A800.take(64), A800.take(64).cut(inner=4, outer=2)
     assert rest.axes == (("node", 2), ("cluster", 4)) and rest.world == 8 and rest.devices == 64

@@ -103,10 +103,7 @@ def test_computation_and_transfer_share_the_processor_alike():
     assert net.now_s == pytest.approx(1.0) and sent.share_left == pytest.approx(0.5)
     net.wait_for(sent)
     assert net.now_s == pytest.approx(1.5)
-
-
-def test_latency_is_longer_beside_computation():
-    """3 ms of latency take 12 ms while the device computes, and what is left of them no longer than alone."""
+    # 3 ms of latency take 12 ms while the device computes, and what is left of them no longer than alone.
     net = network(0.5)
     cost = CollectiveCost(seconds=3e-3, busy=(), sent_bytes=1.0, busy_latency_s=9e-3)
     sent = net.submit(job(Work("gather", ("node",), cost, (1.0,))), "gather")

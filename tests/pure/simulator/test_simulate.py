@@ -108,12 +108,6 @@ def test_skipping_equal_micro_batches_is_exact(strategy, engine):
         assert skipped.memory == whole.memory
 
 
-def test_one_device_communicates_nothing():
-    result = simulate(GPT2, A800.take(1), "node=3,cluster=1", work(2, 1))
-    assert result.exposed_comm_s == 0
-    assert all(axis.bytes_sent_per_device == 0 for axis in result.axes)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_less_overlap_never_helps(strategy):
     cluster, workload = A800.take(16), work()
@@ -180,6 +174,13 @@ def test_recomputation_trades_memory_for_time():
     assert none.memory.activations > selective.memory.activations > full.memory.activations
     assert none.step_s < selective.step_s < full.step_s
     assert 0.7 > none.mfu > full.mfu > 0.3
+    # Where the head's backward is the peak: all that was saved, its own working set, and its weight's gradient.
+    workload = work(1, 16, 2048, recomputation=Recomputation.FULL)
+    found = simulate(LLAMA, A800.take(16), "node=3,cluster=1", workload).memory.activations
+    *_, head = LLAMA.units
+    saved = LLAMA.saved_activation_bytes(2048, Recomputation.FULL) + head.activations.working.at(2048)
+    assert found == pytest.approx(2048 * saved + 2 * head.num_params)
+    assert 2048 * LLAMA.peak_activation_bytes(2048, Recomputation.FULL) == pytest.approx(2048 * saved)
 
 
 def test_mfu_and_overhead_are_those_of_dtype_and_device():
@@ -190,16 +191,10 @@ def test_mfu_and_overhead_are_those_of_dtype_and_device():
     assert result.mfu == pytest.approx(flops / dict(cluster.device.peak_flops)["fp32"])
     memory = simulate(GPT2, preset("gloo-laptop"), "node=3", work(1, 4)).memory
     assert memory.overhead == pytest.approx(0.03 * memory.activations)
-
-
-def test_the_last_norm_is_kept_until_the_head_is_done():
-    """Where the head's backward is the peak: all that was saved, its own working set, and its weight's gradient."""
-    workload = work(1, 16, 2048, recomputation=Recomputation.FULL)
-    found = simulate(LLAMA, A800.take(16), "node=3,cluster=1", workload).memory.activations
-    *_, head = LLAMA.units
-    saved = LLAMA.saved_activation_bytes(2048, Recomputation.FULL) + head.activations.working.at(2048)
-    assert found == pytest.approx(2048 * saved + 2 * head.num_params)
-    assert 2048 * LLAMA.peak_activation_bytes(2048, Recomputation.FULL) == pytest.approx(2048 * saved)
+    # One device communicates nothing.
+    result = simulate(GPT2, A800.take(1), "node=3,cluster=1", work(2, 1))
+    assert result.exposed_comm_s == 0
+    assert all(axis.bytes_sent_per_device == 0 for axis in result.axes)
 
 
 def test_what_fits_depends_on_the_margin():

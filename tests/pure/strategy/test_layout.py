@@ -232,7 +232,7 @@ def test_a_plan_that_cannot_be_carried_out(fields, message):
         Plan.from_json(json.dumps(json.loads(plan.to_json()) | fields))
 
 
-def test_every_combination_that_can_be_is_one_stage():
+def test_stages_are_all_that_can_be_sharded_over_one_axis():
     """Who has a part of parameters or gradients has that part of the states; only what is gathered is kept."""
     can_be = {
         (params, grads, states, kept)
@@ -241,9 +241,7 @@ def test_every_combination_that_can_be_is_one_stage():
     }
     stages = [(stage.shards_params, stage.shards_grads, stage.shards_states, stage.kept) for stage in Stage]
     assert len(stages) == len(set(stages)) and set(stages) == can_be
-
-
-def test_buffers_are_cut_by_what_is_sharded_furthest_first():
+    # Buffers are cut by what is sharded furthest first.
     for one, other in product(Stage, repeat=2):
         if one.shards_params >= other.shards_params and one.shards_grads >= other.shards_grads and one.shards_states:
             assert one.significance <= other.significance
@@ -275,7 +273,7 @@ def test_each_part_has_a_layout_on_its_own_mesh() -> None:
     assert [layout.share for layout in layouts.values()] == [1.0, 0.5, 1.0]
 
 
-def test_given_beside_the_notation() -> None:
+def test_a_part_is_given_or_named() -> None:
     text, axes = "node=3,cluster=1 | a: node=0,cluster=0", dict.fromkeys("ab", ("node", "cluster"))
     both = with_given(Strategy.parse(text), {"a": Part(), "b": Part(strategy="ddp")}, axes)
     assert str(both) == f"{text} | b: node=0,cluster=0"
@@ -283,9 +281,7 @@ def test_given_beside_the_notation() -> None:
         with_given(Strategy.parse(text), {"a": Part(strategy="zero1")}, axes)
     with pytest.raises(NotationError, match=r"part b has no strategy: give zm.Part\(strategy=\.\.\.\), or write it"):
         with_given(Strategy.parse(text), {"b": Part()}, axes)
-
-
-def test_a_part_that_does_not_fit_is_named() -> None:
+    # A part that does not fit is named.
     for text, message in (
         ("expert=1", r"part a: the mesh has no axis 'expert' .*; for other axes give zm.Part\(mesh"),
         ("node=1", r"part a: strategy node=1 gives no stage to mesh axis 'cluster'"),
@@ -293,9 +289,7 @@ def test_a_part_that_does_not_fit_is_named() -> None:
     ):
         with pytest.raises(MeshError, match=message):
             layouts_of(Strategy.parse(f"node=3,cluster=1 | a: {text}"), TWO_LEVELS, {})
-
-
-def test_one_layout_is_not_for_parts_too() -> None:
+    # One layout is not for parts too.
     strategy = Strategy.parse("node=3,cluster=1 | head: node=0,cluster=0")
     with pytest.raises(NotationError, match=r"zm\.shard takes; here one must stand for all of it: leave head out"):
         Layout.of(strategy, TWO_LEVELS)

@@ -113,6 +113,15 @@ def test_values():
     )
     assert strategy.names == ("node", "cluster") and strategy.quantised
     assert (strategy.prefetch, strategy.overlap, strategy.collective) == (2, "all", "auto")
+    # Parts of a model.
+    strategy = parse("node=3,cluster=1;prefetch=2 | <Head>: node=0, cluster=0|*.experts:expert=1")
+    assert str(strategy) == "node=3,cluster=1;prefetch=2 | *.experts: expert=1 | <Head>: node=0,cluster=0"
+    assert strategy == parse(
+        "node=3,cluster=1;prefetch=2 | *.experts: expert=1 | <Head>: node[2]=0,node[4]=0,cluster=0"
+    )
+    assert strategy.with_parts({}) == parse("node=3,cluster=1;prefetch=2")
+    assert dict(strategy.parts)["*.experts"] == parse("expert=1")
+    assert str(parse("hsdp | head: paro:IIG", ("node", "cluster"))) == "node=3,cluster=0 | head: node=3,cluster=1"
 
 
 @pytest.mark.parametrize(("axes", "plain"), [(1, 5), (2, 23), (3, 101)])
@@ -251,14 +260,3 @@ def test_a_wrong_preset_says_what_was_expected(text, axes, message):
         parse(text, axes)
     with pytest.raises(NotationError, match="got nothing"):
         Strategy(axes=())
-
-
-def test_parts_of_a_model():
-    strategy = parse("node=3,cluster=1;prefetch=2 | <Head>: node=0, cluster=0|*.experts:expert=1")
-    assert str(strategy) == "node=3,cluster=1;prefetch=2 | *.experts: expert=1 | <Head>: node=0,cluster=0"
-    assert strategy == parse(
-        "node=3,cluster=1;prefetch=2 | *.experts: expert=1 | <Head>: node[2]=0,node[4]=0,cluster=0"
-    )
-    assert strategy.with_parts({}) == parse("node=3,cluster=1;prefetch=2")
-    assert dict(strategy.parts)["*.experts"] == parse("expert=1")
-    assert str(parse("hsdp | head: paro:IIG", ("node", "cluster"))) == "node=3,cluster=0 | head: node=3,cluster=1"

@@ -46,11 +46,14 @@ def test_minimal_file_has_defaults_and_absolute_paths(file: Path) -> None:
     assert config.data.files == (str(file.parent / "text/*.py"),)
     assert (config.checkpoint.every, config.checkpoint.resume) == (0, "auto")
     assert [axis.name for axis in config.layouts()[""].axes] == ["node", "cluster"]
-
-
-def test_configuration_survives_json(file: Path) -> None:
+    # A configuration survives JSON.
     config = load_config(file, ["data.tokenizer=bpe:512", "optimizer.betas=[0.8, 0.9]", "optimizer.clip_norm=inf"])
     assert TrainConfig.model_validate_json(config.model_dump_json()) == config
+    # Paths are relative to the file.
+    found = load_config(file, ['data.validation=["here.jsonl"]', "run.export=out", 'data.files=["{stdlib}/*.py"]'])
+    assert found.data.validation == (str(Path.cwd() / "here.jsonl"),)
+    assert found.run.export == Path.cwd() / "out"
+    assert found.data.files == ("{stdlib}/*.py",)  # which is left for the run
 
 
 def test_overrides_take_toml_values_and_plain_text(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -93,13 +96,6 @@ def test_a_plan_of_other_choices_is_refused_with_each_of_them(file: Path) -> Non
     )
     with pytest.raises(InputError, match=re.escape(others)):
         load_config(file, planned[:1])
-
-
-def test_paths_are_relative_to_the_file(file: Path) -> None:
-    found = load_config(file, ['data.validation=["here.jsonl"]', "run.export=out", 'data.files=["{stdlib}/*.py"]'])
-    assert found.data.validation == (str(Path.cwd() / "here.jsonl"),)
-    assert found.run.export == Path.cwd() / "out"
-    assert found.data.files == ("{stdlib}/*.py",)  # which is left for the run
 
 
 @pytest.mark.parametrize(
@@ -146,20 +142,18 @@ def test_invalid_value_names_key_requirement_and_value(file: Path, override: str
         load_config(file, override.split())
 
 
-def test_missing_table_says_what_to_add(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(MINIMAL.replace("[optimizer]\nlr = 1e-3\n", ""))
-    with pytest.raises(ConfigError, match=re.escape("optimizer is missing; add a table [optimizer] with at least lr")):
-        load_config(path)
-
-
-def test_unreadable_file_and_bad_toml(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read as a configuration: No such file"):
         load_config(tmp_path / "missing.toml")
     bad = tmp_path / "bad.toml"
     bad.write_text("steps = = 3")
     with pytest.raises(ConfigError, match="not valid TOML: "):
         load_config(bad)
+    # Where a table is missing, the error says what to add.
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL.replace("[optimizer]\nlr = 1e-3\n", ""))
+    with pytest.raises(ConfigError, match=re.escape("optimizer is missing; add a table [optimizer] with at least lr")):
+        load_config(path)
 
 
 def test_world_must_be_the_launchers_or_the_mesh_is_re_sized_where_it_may_be(file: Path) -> None:

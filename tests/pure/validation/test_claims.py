@@ -58,16 +58,12 @@ def test_a_claim_is_met_by_its_whole_range_alone():
     assert not outside.in_range and not outside.holds
     assert claim(1.96, 2.04, tolerance=0.05, absolute=True).holds
     assert not claim(1.94, 2.0, tolerance=0.05, absolute=True).holds
-
-
-def test_a_range_that_is_too_wide_meets_nothing():
+    # A range that is too wide meets nothing.
     assert claim(1.7, 2.5, spread=1.5).holds
     assert claim(1.6, 2.5, spread=1.5).holds is False
     assert claim(2.1, 2.5, spread=1.5).holds is False  # narrow, and elsewhere
     assert claim(0.1, 9.0).holds is None and claim(0.1, 9.0).in_range
-
-
-def test_open_points_begin_with_what_is_assumed():
+    # Open points begin with what is assumed.
     first, *others = open_points("frontier")
     assert first["micro_batch"] == "2" and first["overlap"] == "no"
     assert all(point != first for point in others)
@@ -77,26 +73,20 @@ def row(measured: float, predicted: float, group: str = "g", **fields) -> Row:
     return predicted_row(Row(table="t", label="l", group=group, unit="u", measured=measured, **fields), [predicted])
 
 
-def test_fitted_and_excluded_rows_count_for_nothing():
+def test_scores():
     rows = [row(100, 110), row(100, 100), row(100, 500, fitted=True), row(100, 900, excluded="tensor parallelism")]
     result = score("t", rows)
     assert (result.count, result.fitted, result.excluded) == (2, 1, 1)
     assert result.worst == pytest.approx(0.1)
     assert result.median == pytest.approx(0.05)
-
-
-def test_winners_are_counted_among_groups_of_several():
+    # Winners are counted among groups of several.
     rows = [row(1, 1, "a"), row(2, 3, "a"), row(1, 5, "b"), row(2, 3, "b"), row(9, 9, "alone")]
     assert score("t", rows).winners == (1, 2)
-
-
-def test_the_range_holds_what_it_spans():
+    # The range holds what it spans.
     spread = predicted_row(Row(table="t", label="l", group="g", unit="u", measured=5.0), [4.0, 6.0, 3.0])
     assert (spread.predicted, spread.low, spread.high) == (4.0, 3.0, 6.0)
     assert score("t", [spread]).in_range == 1
-
-
-def test_rank_correlation():
+    # Rank correlation.
     assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
     assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
     assert spearman([1, 1, 2], [5, 5, 9]) == pytest.approx(1)
@@ -147,7 +137,5 @@ def test_with_two_blocks_the_copy_of_the_last_ones_gradients_is():
     saved = TOKENS * (8 + one.saved_bytes(TOKENS, Recomputation.NONE))
     expected = saved + 2 * 2 * BLOCK + 2 * 2 * BLOCK + 2 * 2 * TOKENS * HIDDEN - 4 * (embedding + 2 * BLOCK) / WORLD
     assert peak(model) == pytest.approx(expected)
-
-
-def test_recomputation_lowers_the_peak_of_many_blocks():
+    # Recomputation lowers the peak of many blocks.
     assert peak(llama(8), Recomputation.FULL) < 0.5 * peak(llama(8))

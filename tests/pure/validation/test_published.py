@@ -30,7 +30,7 @@ def test_amsps_choices_come_out(model: str, world: int, choice: str, bucket_byte
     assert chosen(amsp(model, world, assumptions=Assumptions(bucket_bytes=bucket_bytes))) == choice
 
 
-def test_what_amsps_choices_need_of_temporaries() -> None:
+def test_what_amsps_choices_need() -> None:
     """An fp32 gradient, 4 bytes, lies between what lets 7B fit and what keeps the cheaper (2,8,8) from 13B."""
     less, more = Assumptions(temporary_bytes=3.6), Assumptions(temporary_bytes=4.5)
     assert chosen(amsp("llama-13b", 8, assumptions=less)) == "(2,8,8)"
@@ -39,10 +39,7 @@ def test_what_amsps_choices_need_of_temporaries() -> None:
         assumptions = Assumptions(temporary_bytes=bytes_each)
         for model, world, choice in AMSPS_CHOICES:
             assert chosen(amsp(model, world, assumptions=assumptions)) == choice
-
-
-def test_amsps_30b_was_not_planned_with_the_recomputation_it_ran_with() -> None:
-    """Else (4,4,32) fits and communicates less."""
+    # With the recomputation that 30B ran with, (4,4,32) fits and communicates less.
     assert chosen(amsp("amsp-30b", 32, Recomputation.FULL)) == "(4,4,32)"
 
 
@@ -57,14 +54,12 @@ def test_amsps_gradients_sharded_further_cost_all_micro_batches_but_the_last() -
     assert extra[1] > 2 * 7 / 8 * 2 * 6738415616 / 200e9  # what the bytes take at NVLink's rate
 
 
-def test_amsps_memory_by_hand() -> None:
+def test_amsps_memory_and_space() -> None:
     """2/8 + 2/8 + 12/32 bytes of state and 4/8 of temporaries a parameter; 24 of activations per layer's output."""
     best = amsp("amsp-30b", 32)[0]
     num_params = preset("amsp-30b").num_params
     assert best.memory_bytes == pytest.approx(num_params * (0.875 + 0.5) + 24 * 4096 * 6144 * 60)
-
-
-def test_amsps_space_keeps_its_constraints() -> None:
+    # AMSP's space keeps its constraints.
     for row in amsp("llama-7b", 64):
         params, grads, states = (int(text) for text in row.name.strip("()").split(","))
         assert params <= grads <= states
@@ -92,12 +87,7 @@ def paro() -> list[Ranked]:
     return answer("paro", "llama-7b", 128, Recomputation.NONE)
 
 
-def test_paros_fastest_of_65b_is_the_only_fast_one_that_fits() -> None:
-    best, second, *_ = answer("paro", "llama-65b", 32, Recomputation.FULL)
-    assert (best.name, best.fits) == ("IIG", True) and second.objective_s > 2 * best.objective_s
-
-
-def test_paros_closed_form_by_hand() -> None:
+def test_paros_closed_form_and_orderings() -> None:
     """IIG: 10 micro-batches of 3 (m-1)/m V/B', then (n_g-1)/n_g V/B for each of gradients and parameters."""
     times = {row.name: row.objective_s for row in paro()}
     volume, between = 2 * 6738415616, 12.5e9
@@ -107,11 +97,11 @@ def test_paros_closed_form_by_hand() -> None:
     assert times["IIG"] == pytest.approx(max(by_hand, compute_bound))
     everything = 10 * 3 * 127 / 128 * volume / between
     assert times["GGG"] == pytest.approx(everything)
-
-
-def test_paros_orderings() -> None:
-    """Sharding everything over all devices is the slowest, partial redundancy in the node far faster."""
+    # Sharding everything over all devices is the slowest, partial redundancy in the node far faster.
     times = {row.name: row.objective_s for row in paro()}
     assert times["GGG"] == max(times.values())
     assert times["IIG"] < times["IGG"] < times["GGG"]
     assert times["NIG"] < times["NGG"] and len(times) == 14
+    # PaRO's fastest of 65B is the only fast one that fits.
+    best, second, *_ = answer("paro", "llama-65b", 32, Recomputation.FULL)
+    assert (best.name, best.fits) == ("IIG", True) and second.objective_s > 2 * best.objective_s

@@ -105,21 +105,6 @@ def test_goals_that_are_missed_are_missed_by_no_more(tables, table):
         assert result.winners[0] == result.winners[1] > 0
 
 
-def test_plans_say_how_far_their_kind_of_prediction_was_off():
-    time, ratio, memory, *_ = published_errors()
-    assert [*uncertainty_lines(WHOLE)] == [str(time), str(ratio), str(memory)]
-    assert str(time).startswith("predicted step times of other engines: ") and time.rows > 100
-    lines = list(uncertainty_lines(Parallel(tp=2, cp=2)))
-    assert lines[0] == "tp: no published step is at hand, so the error of these seconds is not known"
-    assert [line.partition(":")[0] for line in lines[1:]] == ["cp", "tp", "tp"]
-
-
-def test_the_layouts_ablation_comes_out_with_gathers_exposed(tables):
-    """Which is what its remark says, and the end of its range."""
-    rows = tables["AMSP layouts, one engine"]
-    assert [row.high / row.measured for row in rows] == pytest.approx([0.922, 0.923, 0.977], abs=0.01)
-
-
 def test_galvatrons_activations_are_within_a_percent_and_states_within_three(tables):
     rows = [r for r in tables["Galvatron memory"] if r.in_scope]
     saved = [r for r in rows if r.label.startswith("activations")]
@@ -131,13 +116,16 @@ def test_galvatrons_activations_are_within_a_percent_and_states_within_three(tab
     assert all(abs(row.error) < 0.03 for row in states)
 
 
-def test_paros_orderings_come_out(tables):
+def test_orders_and_ranges_come_out(tables):
     tied = "7B, partial 1/16 trainable, 32 GPUs: NIG over NGG"
     for row in tables["PaRO"]:
         if row.label == tied:  # its remark
             assert row.predicted == pytest.approx(1, abs=0.01)
         elif row.in_scope:
             assert row.predicted > 1, row.label
+    # With gathers exposed the ablation of layouts comes out: its remark says so, and the end of its range.
+    rows = tables["AMSP layouts, one engine"]
+    assert [row.high / row.measured for row in rows] == pytest.approx([0.922, 0.923, 0.977], abs=0.01)
 
 
 def test_reserved_memory_leaves_out_what_is_no_tensors():
@@ -176,6 +164,17 @@ def test_assumptions_are_complete():
     assert all(a.why and a.value for a in assumptions())
     assert len({(a.table, a.name) for a in assumptions()}) == len(assumptions())
     assert assumed("zeropp", "18B").choices[0] == assumed("zeropp", "18B").value
+    # An unknown table names the nearest.
+    result = CliRunner().invoke(app, ["internvo"])
+    assert result.exit_code != 0
+    assert "did you mean internevo" in str(result.exception)
+    # Plans say how far their kind of prediction was off.
+    time, ratio, memory, *_ = published_errors()
+    assert [*uncertainty_lines(WHOLE)] == [str(time), str(ratio), str(memory)]
+    assert str(time).startswith("predicted step times of other engines: ") and time.rows > 100
+    lines = list(uncertainty_lines(Parallel(tp=2, cp=2)))
+    assert lines[0] == "tp: no published step is at hand, so the error of these seconds is not known"
+    assert [line.partition(":")[0] for line in lines[1:]] == ["cp", "tp", "tp"]
 
 
 def test_the_page_shows_every_table_and_row(tables):
@@ -205,12 +204,6 @@ def test_the_command_writes_the_page_and_the_errors(monkeypatch, tmp_path):
     result = CliRunner().invoke(app, ["internevo"])
     assert result.exit_code == 0, result.output
     assert "GPUs, fsdp" in result.output and "met" in result.output
-
-
-def test_an_unknown_table_names_the_nearest():
-    result = CliRunner().invoke(app, ["internvo"])
-    assert result.exit_code != 0
-    assert "did you mean internevo" in str(result.exception)
 
 
 @pytest.mark.parametrize("size", ["13B"])
