@@ -24,9 +24,7 @@ def test_takes_what_shard_takes() -> None:
     own = {field.name: field.default for field in fields(zm.Sharding)}
     assert own.keys() == expected.keys()
     assert [name for name in own if own[name] != expected[name]] == ["strategy", "mesh"]  # whose default is no option
-
-
-def test_equal_meaning_is_equal() -> None:
+    # Equal meaning is equal.
     named = zm.Sharding(strategy="node[2]=3,node[2]=3,cluster=1", mesh=MESH, resident=["3"])
     assert named == zm.Sharding(strategy="node=3,cluster=1", mesh=tuple(MESH.items()), resident=("3",))
     assert hash(named) == hash(zm.Sharding(strategy="node=3,cluster=1", mesh=MESH, resident=["3"]))

@@ -32,7 +32,7 @@ def test_steps_and_retention_that_cannot_be_meant(tmp_path: Path) -> None:
     assert found is not None and found.step == 20
 
 
-def test_the_model_alone_is_loaded_and_the_optimizer_left_as_it_is(tmp_path: Path) -> None:
+def test_the_model_alone_is_loaded_or_some_of_its_state(tmp_path: Path) -> None:
     model = zm.shard(torch.nn.Linear(2, 2), None, "node=3")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     with zm.Checkpoints(tmp_path, model, optimizer) as checkpoints:
@@ -47,6 +47,12 @@ def test_the_model_alone_is_loaded_and_the_optimizer_left_as_it_is(tmp_path: Pat
         assert torch.equal(value, saved[name])
     left = [state["exp_avg"] for state in optimizer.state.values()]
     assert len(left) == 2 and all(map(torch.equal, left, states)) and optimizer.param_groups[0]["lr"] == 0.25
+    # Some of a state dict.
+    model = zm.shard(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)), None, "node=3")
+    names = {"1.running_mean", "0.bias", "unknown"}
+    found, whole = zm.full_state_dict(model, names=names), zm.full_state_dict(model)
+    assert list(found) == ["0.bias", "1.running_mean"]
+    assert all(torch.equal(value, whole[name]) for name, value in found.items())
 
 
 OTHERS: dict[str, Any] = {
@@ -90,14 +96,6 @@ def test_states_of_what_stays_trained_are_kept(tmp_path: Path) -> None:
     assert other.param_groups[0]["lr"] == 0.25 and list(other.state) == [again.bias]
     assert all(torch.equal(other.state[again.bias][k], v) for k, v in optimizer.state[model.bias].items())
     assert all(map(torch.equal, zm.full_state_dict(again).values(), zm.full_state_dict(model).values()))
-
-
-def test_some_of_a_state_dict() -> None:
-    model = zm.shard(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)), None, "node=3")
-    names = {"1.running_mean", "0.bias", "unknown"}
-    found, whole = zm.full_state_dict(model, names=names), zm.full_state_dict(model)
-    assert list(found) == ["0.bias", "1.running_mean"]
-    assert all(torch.equal(value, whole[name]) for name, value in found.items())
 
 
 def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -77,10 +77,18 @@ def entry(chunks: list[Chunk]) -> TensorEntry:
     return TensorEntry(dtype="float32", shape=(2, 4), chunks=tuple(chunks))
 
 
-def test_regions_are_in_the_manifest():
+def test_regions_in_a_manifest():
     check_cover("w", entry(HALVES), "here")
     manifest = Manifest(step=1, serial=1, tensors={"w": entry(HALVES)}, files={"__0_0.distcp": 1000})
     assert Manifest.from_bytes(manifest.to_bytes(), "here").tensors == {"w": entry(HALVES)}
+    # A region lies within its tensor.
+    row = Chunk(start=0, stop=4, file="__0_0.distcp", offset=0, crcs=(1,), within=HALVES[2].within)
+    broken = TensorEntry(dtype="float32", shape=(2, 3), chunks=(row,))
+    moved = Manifest(step=1, serial=1, tensors={"w": broken}, files={"__0_0.distcp": 1000})
+    with pytest.raises(DamagedError, match=r"does not have the structure of a manifest"):
+        Manifest.from_bytes(moved.to_bytes(), "here")
+    with pytest.raises(InternalError, match=r"does not lie within the tensor"):
+        Region(shape=(4,), offsets=(3,), sizes=(2,))
 
 
 @pytest.mark.parametrize(
@@ -96,13 +104,3 @@ def test_regions_are_in_the_manifest():
 def test_what_does_not_cover_a_tensor_is_damaged(chunks, message):
     with pytest.raises(DamagedError, match=message):
         check_cover("w", entry(chunks), "here")
-
-
-def test_a_region_lies_within_its_tensor():
-    row = Chunk(start=0, stop=4, file="__0_0.distcp", offset=0, crcs=(1,), within=HALVES[2].within)
-    broken = TensorEntry(dtype="float32", shape=(2, 3), chunks=(row,))
-    moved = Manifest(step=1, serial=1, tensors={"w": broken}, files={"__0_0.distcp": 1000})
-    with pytest.raises(DamagedError, match=r"does not have the structure of a manifest"):
-        Manifest.from_bytes(moved.to_bytes(), "here")
-    with pytest.raises(InternalError, match=r"does not lie within the tensor"):
-        Region(shape=(4,), offsets=(3,), sizes=(2,))

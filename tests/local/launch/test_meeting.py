@@ -16,14 +16,12 @@ def start(store: Store, ranks: list[int], world: int = 3, wait_s: float = 20.0) 
         return list(pool.map(lambda rank: meet(store, rank, world, wait_s=wait_s), ranks))
 
 
-def test_all_share_one_store_whoever_comes_first() -> None:
+def test_all_share_one_store_of_their_own_start() -> None:
     for order in ([0, 1, 2], [2, 1, 0]):
         first, second, third = start(HashStore(), order)
         first.set("key", "value")
         assert second.get("key") == third.get("key") == b"value"
-
-
-def test_a_later_start_has_a_store_of_its_own() -> None:
+    # A later start has a store of its own.
     store = HashStore()
     before = start(store, [0, 1, 2])
     before[0].set("address", "of a process that is gone")

@@ -61,6 +61,11 @@ def test_who_is_alive_but_elsewhere_is_named_with_the_place() -> None:
         caller.join()
         assert "Missing: rank 0, which is alive, in test_who_is_alive_but" in answers[0]
         assert "test_roll_call.py:" in answers[0] and third is not second
+    # What is about other ranks.
+    assert is_communication(TIMEOUT)
+    assert is_communication(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    assert not is_communication(CheckpointError("gloo is not a checkpoint"))
+    assert not is_communication(RuntimeError("index out of range"))
 
 
 def test_who_waits_in_a_collective_is_not_missing() -> None:
@@ -75,10 +80,3 @@ def test_who_waits_in_a_collective_is_not_missing() -> None:
 
     lane.submit(ask).wait()  # the main thread is in the lane, as in an unshard
     assert "No rank is missing, all wait" in asked[0]
-
-
-def test_what_is_about_other_ranks() -> None:
-    assert is_communication(TIMEOUT)
-    assert is_communication(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
-    assert not is_communication(CheckpointError("gloo is not a checkpoint"))
-    assert not is_communication(RuntimeError("index out of range"))

@@ -119,6 +119,13 @@ def test_any_module_is_cut_and_counted() -> None:
     assert frozen.num_params - frozen.num_trainable == sum(p.numel() for p in module.layers.parameters())
     convolution, head = 2 * 3 * 32 * 32, 2 * 32 * 100
     assert [unit.forward_flops(97) for unit in model.units] == pytest.approx([0, convolution, head])
+    # A backward is what runs of it.
+    module, seq_len = Partly(), 31
+    found = from_module(module, seq_len=seq_len, dtype="fp32")
+    assert planned_flops(found, seq_len) == pytest.approx(real_flops(module, seq_len), rel=1e-6)
+    blocks = (unit for unit in found.units if unit.kind is UnitKind.BLOCK)
+    shares = [[product.returned for product in block.matmuls] for block in blocks]
+    assert shares == [[0.0, 0.5], [0.0, 1.0]]  # what the first sees with gradients was made without
 
 
 class Mirrored(torch.autograd.Function):
@@ -155,15 +162,6 @@ class Partly(nn.Module):
         chosen = self.chooses(x).argmax(-1, keepdim=True)
         x = x + self.places(torch.ones(ids.shape[1], 16)) * chosen
         return self.head(Mirrored.apply(x))  # type: ignore[no-any-return, no-untyped-call]
-
-
-def test_a_backward_is_what_runs_of_it() -> None:
-    module, seq_len = Partly(), 31
-    found = from_module(module, seq_len=seq_len, dtype="fp32")
-    assert planned_flops(found, seq_len) == pytest.approx(real_flops(module, seq_len), rel=1e-6)
-    blocks = (unit for unit in found.units if unit.kind is UnitKind.BLOCK)
-    shares = [[product.returned for product in block.matmuls] for block in blocks]
-    assert shares == [[0.0, 0.5], [0.0, 1.0]]  # what the first sees with gradients was made without
 
 
 class Choosy(nn.Module):

@@ -22,7 +22,7 @@ class Beside(TorchDispatchMode):
         return self.values.run(func, args, kwargs or {})
 
 
-def test_what_depends_on_no_weight_is_known_and_the_rest_is_not() -> None:
+def test_values_that_are_known() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         weight = torch.empty(7, 5)
         with Beside() as beside:
@@ -39,8 +39,7 @@ def test_what_depends_on_no_weight_is_known_and_the_rest_is_not() -> None:
             assert not part.all().item()  # written to, with what is not known: a yes or no is a no, and noted
             assert len(beside.values.assumed) == 1
 
-
-def test_choices_spread_evenly_and_chances_are_means() -> None:
+    # Choices spread evenly and chances are means.
     def rows(chosen: Tensor) -> list[Any]:
         return list(chosen.tolist())
 

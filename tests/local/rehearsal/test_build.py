@@ -12,14 +12,11 @@ from zeromesh.errors import InputError
 from zeromesh.simdev import build
 
 
-def test_another_torch_builds_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_torch_builds_another_device_or_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = build._directory()
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     assert build._directory() != here and build._directory().parent == here.parent
-
-
-def test_a_torch_that_it_does_not_compile_against_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it is what an extension's build says that is wrong: its words follow."""
+    # Also where it is what an extension's build says that is wrong: its words follow.
     calls: list[str] = []
 
     def fails(**options: object) -> None:

@@ -22,7 +22,7 @@ def hardware() -> Hardware:
     return Hardware.of(find_cluster("a800-8x-hdr").take(64))
 
 
-def test_products_take_what_their_flops_take(hardware: Hardware) -> None:
+def test_seconds_of_products_and_attention(hardware: Hardware) -> None:
     a, b, bias = meta(ROWS, INNER), meta(INNER, OUTER), meta(OUTER)
     flops = 2 * ROWS * INNER * OUTER
     compute = hardware.kernels.compute
@@ -36,9 +36,7 @@ def test_products_take_what_their_flops_take(hardware: Hardware) -> None:
     slower = seconds(aten.mm.default, wide, wide[0] @ wide[1], backward=False)
     fp32 = hardware.cluster.device.compute_dtype("fp32")
     assert (slower > forward) == (fp32 == "fp32")  # a device without a rate for it is taken at its own
-
-
-def test_a_causal_kernel_of_attention_computes_half_of_the_scores(hardware: Hardware) -> None:
+    # A causal kernel of attention computes half of the scores.
     q = meta(1, 8, 512, 64)
     flash = aten._scaled_dot_product_flash_attention.default
     whole, half = (
@@ -48,7 +46,7 @@ def test_a_causal_kernel_of_attention_computes_half_of_the_scores(hardware: Hard
     assert whole == 2 * half == hardware.kernels.compute.attention(4 * 8 * 512 * 512 * 64)
 
 
-def test_other_kernels_take_what_their_bytes_take(hardware: Hardware) -> None:
+def test_seconds_of_other_kernels_and_collectives(hardware: Hardware) -> None:
     x, size = meta(ROWS, INNER), ROWS * INNER * 2
     table, words = meta(32000, INNER), meta(ROWS, dtype=torch.int64)
     assert moved_bytes(aten.add.Tensor, (x, x, 1), meta(ROWS, INNER)) == 3 * size
@@ -59,9 +57,7 @@ def test_other_kernels_take_what_their_bytes_take(hardware: Hardware) -> None:
     assert moved_bytes(None, (x, x), None) == 2 * size  # a copy
     added = hardware.kernels.seconds(aten.add.Tensor, (x, x, 1), x, backward=False)
     assert added == hardware.kernels.compute.memory(3 * size)
-
-
-def test_collectives_take_what_plans_take(hardware: Hardware) -> None:
+    # Collectives take what plans take.
     from zeromesh.strategy import Layout
 
     node, cluster = Layout.of("node=3,cluster=1", hardware.cluster.axes).axes

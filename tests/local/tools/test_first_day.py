@@ -91,9 +91,7 @@ def test_goals_of_a_device() -> None:
     assert [check.held for check in checks] == [True, False, True, False]
     found = [{"name": name, "status": name, "detail": "-"} for name in ("failed", "look")]
     assert [check.held for check in judge_selftest({"checks": found})] == [False, True]
-
-
-def test_kernels_are_judged_by_their_longest_tensor() -> None:
+    # Kernels are judged by their longest tensor.
     rows = [
         {"bits": 8, "dtype": "fp32", "tensor_bytes": size, "share_of_copy": {"quantise": share, "reduce": 0.99}}
         for size, share in ((2, 0.8), (1, 0.9))

@@ -86,9 +86,7 @@ def test_degrees_are_checked_once_for_all() -> None:
         simulate_choices(model(), cluster, replace(WORK, tp=None), Strategy.parse("node=3,cluster=1"))
     with pytest.raises(InputError, match="needs at least 4 micro-batches a step; got 1"):
         plan(model(), cluster, replace(WORK, pp=4, micro_batch=16))
-
-
-def test_plans_with_degrees_are_read_back() -> None:
+    # Plans with degrees are read back.
     made = a_plan("node=3,cluster=0", tp=2, pp=2)
     assert Plan.from_json(made.to_json()) == made
     assert Plan.from_json(a_plan("node=3,cluster=0").to_json()).parallel is None
@@ -103,7 +101,7 @@ def a_plan(strategy: str, **degrees: Any) -> Plan:
     return Plan(strategy=Strategy.parse(strategy), mesh=(("node", 4), ("cluster", 4)), **fields)
 
 
-def test_a_job_of_torchtitan() -> None:
+def test_jobs_of_torchtitan() -> None:
     job = tomllib.loads(emit_torchtitan(a_plan("node=3,cluster=0", tp=8, cp=2), model()))
     assert job["parallelism"] == {
         "data_parallel_replicate_degree": 4,
@@ -117,9 +115,7 @@ def test_a_job_of_torchtitan() -> None:
     }
     assert job["training"]["local_batch_size"] == 2 and job["training"]["global_batch_size"] == 2 * 8 * 8
     assert job["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "op"}
-
-
-def test_a_pipeline_of_torchtitan() -> None:
+    # A pipeline of torchtitan.
     made = a_plan("node=3dk,cluster=3dk", pp=2, pp_schedule="interleaved", pp_chunks=2)
     text = emit_torchtitan(made, model(8))
     job = tomllib.loads(text)["parallelism"]

@@ -98,9 +98,7 @@ def test_splits_and_wires_only_help() -> None:
         times.append(search(small_model(), cluster, WORKLOAD, options=options)[0].best.step_s)
     assert times == sorted(times, reverse=True)
     assert times[-1] < times[0]
-
-
-def test_lossless_never_quantises() -> None:
+    # Lossless never quantises.
     cluster = small_cluster(4, 4, outer_bytes_per_s=0.2e9)
     lossless, _ = search(small_model(), cluster, WORKLOAD)
     lossy, _ = search(small_model(), cluster, WORKLOAD, options=Options(wires="any"))
@@ -175,7 +173,7 @@ def test_the_fastest_choices_of_a_strategy_come_first(strategy: str, memory_byte
     assert smallest.simulation.memory.total == min(one.memory.total for one in every)
 
 
-def test_a_level_of_one_member_makes_no_strategy_another() -> None:
+def test_known_strategies_go_by_levels_of_several_members() -> None:
     cluster = find_cluster("a800-8x-hdr").take(8)
     planned = plan(small_model(), cluster, Workload(seq_len=256, global_batch_tokens=256 * 64))
     chosen = [reason for reason in planned.why if reason.outcome == "chosen"]
@@ -183,9 +181,7 @@ def test_a_level_of_one_member_makes_no_strategy_another() -> None:
     known = {"1": "ZeRO-1", "2": "ZeRO-2", "3": "ZeRO-3 / FSDP"}
     assert [reason.name for reason in chosen] == [known[best]] if best in known else not chosen
     assert all(reason.strategy.endswith("cluster=0") for reason in planned.why)
-
-
-def test_groups_are_of_the_outermost_level_with_several_members() -> None:
+    # Groups are of the outermost level with several members.
     cluster = find_cluster("frontier-mi250x").take(8)
     inner, middle, outer = cluster.levels
     sizes = [(replace(inner, size=2), replace(middle, size=4), replace(outer, size=1))]

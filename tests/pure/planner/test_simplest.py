@@ -31,27 +31,22 @@ def test_a_plain_layout_is_recommended_where_split_ones_gain_little(planned):
     assert planned.plan.strategy == planned.best.candidate.strategy
     first, *_ = choice_lines(planned)
     assert first.startswith(f"fastest: {planned.fastest.simulation.named}; it is ") and "more memory" in first
-
-
-def test_within_nothing_the_fastest_is_recommended():
-    planned = plan(MODEL, CLUSTER, WORK, within=0)
-    assert planned.best.candidate == planned.fastest.candidate
-    assert len(choice_lines(planned)) == 1
-
-
-def test_a_name_that_people_know_wins_over_an_equal(planned):
-    """Both layouts fit and are as fast; only how far each level is cut, memory, stages and the name decide."""
-    wider = plan(MODEL, CLUSTER, WORK, within=0.5)
-    assert wider.best.simulation.memory.total <= planned.best.simulation.memory.total
-    assert len(wider.best.candidate.strategy.axes) == 2
-
-
-def test_candidates_are_of_different_kinds(planned):
+    # Candidates are of different kinds.
     shown = [choice.candidate for choice in planned.candidates]
     estimates = [estimate for estimate in planned.found.ranked if estimate.candidate in shown]
     evaluator = Evaluator(MODEL, CLUSTER, WORK, "zeromesh", default_constants(), 0.0)
     assert len(one_of_each_kind(evaluator, estimates)) == len(estimates)
     assert shown[0] == planned.best.candidate and shown[1] == planned.fastest.candidate
+
+
+def test_what_a_shorter_or_longer_step_may_take(planned):
+    planned = plan(MODEL, CLUSTER, WORK, within=0)
+    assert planned.best.candidate == planned.fastest.candidate
+    assert len(choice_lines(planned)) == 1
+    # Both layouts fit and are as fast; only how far each level is cut, memory, stages and the name decide.
+    wider = plan(MODEL, CLUSTER, WORK, within=0.5)
+    assert wider.best.simulation.memory.total <= planned.best.simulation.memory.total
+    assert len(wider.best.candidate.strategy.axes) == 2
 
 
 @pytest.mark.parametrize("engine", sorted(EMITTERS))

@@ -200,7 +200,7 @@ def unfilter(kind: int, line: bytearray, above: bytearray, channels: int) -> byt
     return line
 
 
-def test_the_caption_says_how_many_micro_batches_are_shown(planned: Planned) -> None:
+def test_captions_gaps_and_traffic(planned: Planned) -> None:
     """A plan's trace is cut to four of them, a simulation's holds all."""
     workload = Workload(seq_len=256, global_batch_tokens=256 * 16 * 8, micro_batch=1)
     cluster, strategy = small_cluster(4, 4), Strategy.parse("node=3,cluster=1")
@@ -208,18 +208,14 @@ def test_the_caption_says_how_many_micro_batches_are_shown(planned: Planned) -> 
     assert "micro-batches, the others are alike" not in simulation_page(choices, cluster)
     cut = plan(small_model(), cluster, workload, trace=True)
     assert "; 4 of 8 micro-batches, the others are alike" in plan_page(cut)
-
-
-def test_the_gap_is_of_the_bests_step(planned: Planned) -> None:
+    # The gap is of the best's step.
     for bound, proof in (
         (0.9, "A layout that was not simulated can be at most 10.0% faster than the fastest."),
         (1.0, "No layout is faster than the fastest: this is proven."),
     ):
         found = replace(planned.found, bound_s=bound * planned.found.best.step_s)
         assert search_note(replace(planned, found=found)).endswith(proof)
-
-
-def test_traffic_says_what_is_waited_for_over_several_axes() -> None:
+    # Traffic says what is waited for over several axes.
     cluster = find_cluster("a800-8x-hdr").take(16)
     workload = Workload(seq_len=4096, global_batch_tokens=4096 * 16, micro_batch=1, recomputation=Recomputation.FULL)
     strategy = Strategy.parse("node=3,cluster=3")

@@ -159,14 +159,6 @@ def test_chains_grow_and_shrink_one_region(mix):
     assert gathered == set(order) and {step.axis.name for step in reductions} == {axis.name for axis in layout.axes}
 
 
-def test_axes_of_one_rank_and_frozen_parameters_send_nothing():
-    layout = Layout.of("node=1,cluster=3", [("node", 1), ("cluster", 2)])
-    unshard, refresh, *_ = routes(layout, buffer(8))
-    assert [step.axis.name for step in [*unshard, *refresh]] == ["cluster"]
-    unshard, *others = routes(layout, buffer(8, master_dtype=None))
-    assert unshard and not any(others)
-
-
 @pytest.mark.parametrize(
     ("wire", "numel", "expected"),
     [
@@ -183,11 +175,17 @@ def test_bytes_on_a_wire(wire, numel, expected):
     assert wire_bytes(numel, wire) == expected
 
 
-def test_a_wire_named_in_the_strategy_is_used():
+def test_wires_and_axes_of_one_rank():
     layout = Layout.of("node=3@fp32/bf16,cluster=1", [("node", 2), ("cluster", 2)])
     flat = buffer(8, reduce_dtype="fp32")
     named = [[(step.axis.name, step.wire) for step in steps] for steps in routes(layout, flat)]
     assert named == [[("node", "fp32")], [("cluster", "bf16")], [("node", "bf16")], [("cluster", "fp32")]]
+    # Axes of one rank and frozen parameters send nothing.
+    layout = Layout.of("node=1,cluster=3", [("node", 1), ("cluster", 2)])
+    unshard, refresh, *_ = routes(layout, buffer(8))
+    assert [step.axis.name for step in [*unshard, *refresh]] == ["cluster"]
+    unshard, *others = routes(layout, buffer(8, master_dtype=None))
+    assert unshard and not any(others)
 
 
 @pytest.mark.parametrize(("size", "numel", "expected"), [(2, 2 * 136, 2 * 264), (4, 32, 2 * 3 * 132)])

@@ -219,7 +219,7 @@ def test_activations_in_flight_are_those_of_the_schedule() -> None:
     assert memory["gpipe"] - memory["1f1b"] == pytest.approx(more, rel=1e-9)
 
 
-def test_ranks_of_a_pipeline_hold_their_own_parts() -> None:
+def test_who_holds_what_of_a_pipeline() -> None:
     division = Division.of(model(8), small_cluster(4, 4), Parallel(pp=4), seq_len=SEQ)
     assert division.cluster.axes == (("node", 4), ("cluster", 1))
     assert [(part.rank, part.count) for part in division.parts] == [(0, 1), (1, 2), (3, 1)]
@@ -235,9 +235,7 @@ def test_ranks_of_a_pipeline_hold_their_own_parts() -> None:
     )
     of_ranks = [sum(u.count for u in part.model.units if u.kind is UnitKind.BLOCK) for part in uneven.parts]
     assert of_ranks == [4, 5]  # stages of 2, 2, 2 and 3
-
-
-def test_the_slowest_rank_sets_the_step_and_the_fullest_the_memory() -> None:
+    # The slowest rank sets the step and the fullest the memory.
     found = run(model_preset("llama-7b"), A800.take(64), "node=3,cluster=1", micro_batches=8, pp=4)
     assert found.step_s == max(rank.step_s for rank in found.ranks)
     assert found.memory.total == max(rank.memory_bytes for rank in found.ranks) == found.ranks[0].memory_bytes

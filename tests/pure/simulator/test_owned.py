@@ -126,11 +126,19 @@ def test_memory_is_what_owners_keep() -> None:
     assert setup("node=0,cluster=0", 16).room_bytes == 0
 
 
-def test_adamw_by_owners_sends_no_more_than_gradients_and_masters() -> None:
+def test_bytes_of_adamw_and_amsps_owners() -> None:
     """AMSP's setting: over each axis what lies elsewhere than its owner, once each way."""
     found, plain = sent("node=1,cluster=1", "adamw", "owners"), sent("node=1,cluster=1", "adamw")
     for size, name in ((8, "node"), (2, "cluster")):
         assert 0 < found[name] - plain[name] <= 1.01 * 8 * LLAMA.num_trainable / 16 * (size - 1) / size
+    # AMSP's owners step with Muon where tensors are whole.
+    muon, adamw = (
+        simulate(LLAMA, A800.take(16), "node=1,cluster=1", work(each, 16), engine="amsp") for each in ("muon", "adamw")
+    )
+    assert muon.axes == adamw.axes and muon.step_s > adamw.step_s
+    assert [share.optimizer for share in muon.owners] == ["muon", "adamw"]
+    with pytest.raises(InputError, match=r"engine amsp has parts of tensors .* sharded over node: give a"):
+        simulate(LLAMA, A800.take(16), "node=3,cluster=1", work("muon", 16), engine="amsp")
 
 
 def test_placements_are_those_of_the_schedule() -> None:
@@ -190,16 +198,6 @@ def test_amsps_owners_are_ours_and_their_tensors_are_the_state_shard() -> None:
         for ownership in ("slices", "owners")
     ]
     assert steps[0] == steps[1]
-
-
-def test_amsps_owners_step_with_muon_where_tensors_are_whole() -> None:
-    muon, adamw = (
-        simulate(LLAMA, A800.take(16), "node=1,cluster=1", work(each, 16), engine="amsp") for each in ("muon", "adamw")
-    )
-    assert muon.axes == adamw.axes and muon.step_s > adamw.step_s
-    assert [share.optimizer for share in muon.owners] == ["muon", "adamw"]
-    with pytest.raises(InputError, match=r"engine amsp has parts of tensors .* sharded over node: give a"):
-        simulate(LLAMA, A800.take(16), "node=3,cluster=1", work("muon", 16), engine="amsp")
 
 
 def test_experts_are_batches_of_matrices() -> None:

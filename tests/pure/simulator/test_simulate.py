@@ -195,9 +195,7 @@ def test_mfu_and_overhead_are_those_of_dtype_and_device():
     result = simulate(GPT2, A800.take(1), "node=3,cluster=1", work(2, 1))
     assert result.exposed_comm_s == 0
     assert all(axis.bytes_sent_per_device == 0 for axis in result.axes)
-
-
-def test_what_fits_depends_on_the_margin():
+    # What fits depends on the margin.
     workload = work(1, 16, 2048)
     memory = simulate(LLAMA, A800.take(16), "node=3,cluster=1", workload).memory
     margin = 1 - memory.total / 80e9
@@ -219,9 +217,7 @@ def test_the_trace_holds_the_step():
         assert trace.sent_bytes(axis=axis.axis) == pytest.approx(axis.bytes_sent_per_device)
     assert max(size for _, size in trace.memory) == pytest.approx(result.memory.total)
     assert trace.memory[-1][1] == pytest.approx(result.memory.total - result.memory.activations)
-
-
-def test_a_lane_does_one_thing_at_a_time():
+    # A lane does one thing at a time.
     trace = simulate(LLAMA, A800.take(64), "node=3,cluster=1", work(2, 64), record=True).trace
     assert trace is not None
     lanes: dict[str, list[tuple[float, float]]] = {}

@@ -29,9 +29,7 @@ def test_sums_by_field():
     assert TRACE.seconds(unit="layers.0", axis="cluster") == 2.0
     assert TRACE.sent_bytes() == 16.0
     assert TRACE.sent_bytes(axis="node") == 8.0
-
-
-def test_the_chrome_form_has_a_row_per_resource_and_microseconds():
+    # The Chrome form has a row per resource and microseconds.
     events = json.loads(TRACE.to_json())["traceEvents"]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     slices = [e for e in events if e["ph"] == "X"]

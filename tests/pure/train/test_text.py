@@ -44,12 +44,10 @@ def tokens(tokenizer: Tokenizer, *texts: bytes) -> list[int]:
     return [token for found in tokenizer.encode(texts) for token in found.tolist()]
 
 
-def test_bytes_are_their_own_tokens() -> None:
+def test_tokenizers(tmp_path: Path) -> None:
     assert tokens(Tokenizer(), b"ab", b"\xff", b"") == [97, 98, 256, 255, 256, 256]
     assert Tokenizer().decode([97, 98, 256]) == "ab"
-
-
-def test_trained_tokenizer_is_shorter_than_bytes_and_loses_nothing(tmp_path: Path) -> None:
+    # A trained tokenizer is shorter than bytes and loses nothing.
     given = [b"def function(argument):\n    return argument + 1\n" * 20, "naïve 数".encode()]
     tokenizer = make_tokenizer("bpe:300", given)
     assert 257 <= tokenizer.vocab_size <= 300
@@ -60,9 +58,7 @@ def test_trained_tokenizer_is_shorter_than_bytes_and_loses_nothing(tmp_path: Pat
     saved = tmp_path / "tokenizer.json"
     saved.write_text(tokenizer.definition or "")
     assert tokens(make_tokenizer(str(saved)), *given) == found
-
-
-def test_bad_tokenizers_are_refused(tmp_path: Path) -> None:
+    # Bad tokenizers are refused.
     with pytest.raises(ConfigError, match="at least 257 tokens, one for each byte; got 100"):
         make_tokenizer("bpe:100")
     broken = tmp_path / "tokenizer.json"
