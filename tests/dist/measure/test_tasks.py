@@ -12,15 +12,14 @@ import torch.distributed as dist
 import zeromesh as zm
 from bench.cells import run_cells
 from bench.matrix import Cell, make_cells
-from tests.dist.engine.reference import TIMEOUT_S, mesh_of
+from tests.dist.engine.reference import mesh_of
 from tests.dist.pool import on_ranks
 from tests.pure.measure.probed import raw
-from zeromesh.engine.api import engine_of
 from zeromesh.errors import MeshError
 from zeromesh.launch.ranks import Ranks
 from zeromesh.measure import levels, parity, selftest
 from zeromesh.measure.links import measure_links
-from zeromesh.measure.probe import from_raw, measure
+from zeromesh.measure.probe import from_raw
 from zeromesh.measure.steps import Batch, Training, from_json, measure_round, planned
 from zeromesh.trace import compare
 
@@ -31,7 +30,7 @@ def ranks_of(*shape: int) -> Ranks:
     return Ranks(rank=dist.get_rank(), world=dist.get_world_size(), device=torch.device("cpu"), mesh=mesh_of(*shape))
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_every_level_is_timed_on_all_its_groups():
     found = measure_links(ranks_of(2, 2), rounds=4, seconds=0.5)
     assert list(found) == ["node", "cluster"]
@@ -50,7 +49,7 @@ def test_every_level_is_timed_on_all_its_groups():
     assert len(set(all_ranks)) == 1  # the slowest rank's times, on every rank
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@on_ranks(4)
 def test_levels_are_found_alike_on_all_ranks():
     """One machine whose ranks are taken to be on others: two hosts, four, and then hosts that are no blocks."""
     ranks = ranks_of(4)
@@ -72,30 +71,8 @@ def test_levels_are_found_alike_on_all_ranks():
         find("abab")
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
-def test_a_probe_is_a_cluster_that_predicts():
-    ranks = ranks_of(2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zeromesh.measure.machine.SAMPLE_S", 0.02)
-        probed = measure(ranks, rounds=4, seconds=0.5, find=True, works=[BATCH.work.to_json()])
-    probed = json.loads(json.dumps(probed))
-    cluster = from_raw(probed, {"node": 2}, "here").cluster
-    assert cluster.axes == (("node", 2),) and dict(cluster.sources)["level.node.size"] == "all ranks"
-    assert cluster.device.cores is not None and cluster.device.memory_bytes > 1e6
-    assert 1e6 < cluster.levels[0].bandwidth_bytes_per_s < 1e12
-    kinds = [kernel.kind for kernel in cluster.device.kernels]
-    assert {kind: kinds.count(kind) for kind in kinds} == {
-        "product": 4,
-        "attention": 1,
-        "elementwise": 1,
-        "gradients": 1,
-        "optimizer": 1,
-    }
-    assert 0 < planned("node=1", cluster, BATCH).step_s < 5
-
-
-@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=0", "node=3,cluster=3;overlap=none"])
-@on_ranks(4, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=3;overlap=none"])
+@on_ranks(4)
 def test_measured_steps_send_what_the_simulator_says(strategy):
     ranks = ranks_of(2, 2)
     training = Training(ranks, BATCH, strategy)
@@ -112,23 +89,24 @@ def test_measured_steps_send_what_the_simulator_says(strategy):
         assert predicted == allocated
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_a_bench_takes_cells_in_turn():
     cells = make_cells(["node=2"], ["node=3", "node=1"], [BATCH])
-    options = {"cells": [cell.to_json() for cell in cells], "probe": None, "steps": 1, "marks": ""}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bench.cells.FAR", 1e3)  # all, however busy the machine is
-        (setting,) = run_cells(ranks_of(2), rounds=2, **options)["settings"]
+        patch.setattr("zeromesh.measure.probe.measure", lambda ranks, **options: options)
+        found = run_cells(
+            ranks_of(2), rounds=2, cells=[cell.to_json() for cell in cells], probe={"seconds": 0.3}, steps=1, marks=""
+        )
+    (setting,) = found["settings"]
     assert [Cell.from_json(one["cell"]) for one in setting["cells"]] == cells
     assert [[found["round"] for found in one["rounds"]] for one in setting["cells"]] == [[0, 1], [0, 1]]
-    probed = run_cells(ranks_of(2), rounds=1, **options | {"cells": [], "probe": {"seconds": 0.3, "rounds": 4}})
-    assert from_raw(probed["probe"], {"node": 2}, "here").cluster.axes == (("node", 2),)
+    assert found["probe"] == {"seconds": 0.3}
 
 
-@pytest.mark.parametrize("strategy", ["node=3", "node=1"])
-@on_ranks(2, timeout_s=TIMEOUT_S)
-def test_parity_is_seen_and_so_is_its_lack(strategy):
-    ranks = ranks_of(2)
+@on_ranks(2)
+def test_parity_is_seen_and_so_is_its_lack():
+    ranks, strategy = ranks_of(2), "node=3"
     assert parity.largest_difference(ranks, strategy) < 1e-12
     with pytest.MonkeyPatch.context() as patch:
         wrong = parity._batch
@@ -148,21 +126,15 @@ def test_parity_is_seen_and_so_is_its_lack(strategy):
         assert parity.largest_difference(ranks, strategy) > 1e-4  # one micro-batch of one rank is another
 
 
-@on_ranks(2, timeout_s=TIMEOUT_S)
+@on_ranks(2)
 def test_wrong_accounts_fail_the_self_test():
-    training = Training(ranks_of(2), BATCH, "node=3")
-    group = engine_of(training.model).backend.groups["node"]
-    good, detail = selftest._accounts(training)
-    assert good, detail
-    training = Training(ranks_of(2), BATCH, "node=3")
-    group = engine_of(training.model).backend.groups["node"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zeromesh.observe.report.sent_bytes_per_axis", lambda *_, **__: {"node": 1000})
-        good, detail = selftest._accounts(training)
-    assert not good and group.size == 2, detail
+        good, detail = selftest._accounts(Training(ranks_of(2), BATCH, "node=3"))
+    assert not good, detail
 
 
-@on_ranks(5, timeout_s=TIMEOUT_S)
+@on_ranks(5)
 def test_every_rank_of_an_all_reduce_sends_what_is_predicted():
     training = Training(ranks_of(5), replace(BATCH, dtype="bf16"), "node=0")  # whose sums are ours, by chunks
     training.step()

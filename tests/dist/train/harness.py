@@ -40,21 +40,22 @@ class Output(dict[str, Tensor]):
 class Tiny(nn.Module):
     """In place of a Hugging Face model, whose library takes longer to import than all of these tests to run."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocab_size, 8)
+        self.embed, self.dropout = nn.Embedding(vocab_size, 8), nn.Dropout(dropout)
         self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
         self.head = nn.Linear(8, vocab_size)
 
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> Output:
         hidden = self.embed(input_ids)
         for block in self.blocks:
-            hidden = hidden + torch.tanh(block(hidden))
+            hidden = hidden + self.dropout(torch.tanh(block(hidden)))
         return Output(logits=self.head(hidden))
 
 
 def build_tiny(config: ModelConfig, vocab_size: int, *, values: bool = True) -> nn.Module:
-    return Tiny(vocab_size)
+    assert isinstance(config.config, dict)
+    return Tiny(vocab_size, **config.config)
 
 
 def write_text(directory: Path) -> Path:
@@ -180,7 +181,7 @@ def train(config: TrainConfig, meddling: Meddling = Meddling()) -> Outcome:
             finished = loop.run_training(config, ranks)
         except ZeromeshError as raised:
             error = f"{type(raised).__name__}: {raised}"
-    (trainer,) = trainers
+    trainer = trainers[-1]
     params = {p.full_name: p.local.clone() for p in engine_of(trainer.model).optimizer_params()}
     states = {
         f"{key} of {param.full_name}": value.clone()

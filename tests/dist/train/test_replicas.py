@@ -68,21 +68,10 @@ def flip(tensor: Tensor, element: int) -> None:
     ("strategy", "flipped", "message"),
     [
         # Rank 2 is rank 0's replica over the cluster; of two nobody knows which is right.
-        (
-            "node=3,cluster=0",
-            (2, "master", 1),
-            "ranks 0, 2 have drifted apart: over axis cluster they must hold the same",
-        ),
-        ("node=3,cluster=0", (1, "exp_avg_sq", 0), "ranks 1, 3 have drifted apart: over axis cluster"),
+        ("node=3,cluster=0", (2, "master", 1), "ranks 0, 2 have drifted apart: over axis cluster they must hold"),
         ("node=3,cluster=0", (3, "step", 0), "optimizer states of unit '2' to the bit, and differ in step of 2.weight"),
-        ("node=0,cluster=0", (2, "exp_avg", 5), "rank 2 drifted away from rank 0: over axis cluster"),
-        ("node=0,cluster=0", (3, "master", 5), "rank 3 drifted away from rank 0: over axis node, cluster"),
-        (
-            "node=2,cluster=2",
-            (1, "params", 4),
-            "rank 1 drifted away from rank 0: over axis node they must hold the same ",
-        ),
-        ("node=1,cluster=0", (0, "params", 4), "rank 0 drifted away from rank 1: over axis node"),
+        ("node=0,cluster=0", (3, "exp_avg", 5), "rank 3 drifted away from rank 0: over axis node, cluster"),
+        ("node=1,cluster=2", (1, "params", 4), "rank 1 drifted away from rank 0: over axis node they must hold the"),
         ("node=3,cluster=3k", (1, "kept", 3), "over axis cluster they must hold the same kept copy of unit"),
         ("node=3,cluster=1@int8/", (3, "params", 2), "ranks 1, 3 have drifted apart: over axis cluster"),
     ],
@@ -103,9 +92,7 @@ def test_several_differences_are_counted(pool: Pool) -> None:
     assert "(2 more differences in other places)" in said
 
 
-@pytest.mark.parametrize(
-    "strategy", ["node=3,cluster=1", "node=3k,cluster=3k", "node=0,cluster=2", "node=3d,cluster=0"]
-)
+@pytest.mark.parametrize("strategy", ["node=3k,cluster=3k", "node=3d,cluster=1", "node=0,cluster=2"])
 def test_intact_replicas_are_equal(pool: Pool, strategy: str) -> None:
     assert pool.run(4, run, strategy, [], torch.bfloat16) == [""] * 4
 

@@ -47,11 +47,6 @@ def test_file_and_table_give_the_same_model(tmp_path: Path) -> None:
     assert shapes == [parameter.shape for parameter in build().parameters()]
 
 
-def test_activation_checkpointing_is_turned_on() -> None:
-    model = build_language_model(ModelConfig(config=LLAMA, activation_checkpointing="full"), 257)
-    assert model.is_activation_checkpointing
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -65,18 +60,6 @@ def test_activation_checkpointing_is_turned_on() -> None:
 def test_wrong_description_is_one_message(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(**changes)
-
-
-def test_unreadable_file_is_one_message(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    for content in (None, "not json"):
-        if content is not None:
-            path.write_text(content)
-        with pytest.raises(ConfigError, match=r"config.json: .*(model.config|not JSON)"):
-            build_language_model(ModelConfig(config=path), 257)
-    path.write_text("[]")
-    with pytest.raises(ConfigError, match="must hold a JSON object; got list"):
-        build_language_model(ModelConfig(config=path), 257)
 
 
 def test_a_pretrained_model_has_its_own_values_once_it_is_sharded(tmp_path: Path) -> None:

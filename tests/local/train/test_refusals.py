@@ -9,7 +9,7 @@ import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -134,18 +134,6 @@ FILES: list[tuple[Prepare, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("prepare", "message"), FILES)
-def test_files(
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    prepare: Prepare,
-    message: str,
-) -> None:
-    prepare(directory)
-    assert message in refused(directory, monkeypatch, capsys)
-
-
 KEYS = [
     ("run.stpes=3", "unknown key run.stpes; did you mean run.steps?"),
     ("trian.steps=3", "unknown key trian; known: run, model, "),
@@ -183,56 +171,9 @@ KEYS = [
 ]
 
 
-@pytest.mark.parametrize(("override", "message"), KEYS)
-def test_keys(
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    override: str,
-    message: str,
-) -> None:
-    assert message in refused(directory, monkeypatch, capsys, override)
-
-
-ENVIRONMENTS = [
-    ({"RANK": "0"}, "the environment has RANK but not WORLD_SIZE"),
-    ({"WORLD_SIZE": "1"}, "the environment has WORLD_SIZE but not RANK"),
-    ({"RANK": "zero", "WORLD_SIZE": "1"}, "RANK must be a whole number of at least 0 and below WORLD_SIZE = 1"),
-    ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK must be"),
-    ({"RANK": "0", "WORLD_SIZE": "-2"}, "WORLD_SIZE must be a whole number of at least 1; got '-2'"),
-    ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3"}, "LOCAL_RANK must be"),
-    ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE must be"),
-    ({"RANK": "0", "WORLD_SIZE": "2"}, "mesh node=1 has 1 ranks, but the launcher started 2 processes"),
-    ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR must say where rank 0 listens; it is not set"),
-    ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}, "MASTER_PORT must be"),
-    ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "MASTER_PORT must be"),
-]
-
-
-@pytest.mark.parametrize(("variables", "message"), ENVIRONMENTS)
-def test_environments(
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    variables: dict[str, str],
-    message: str,
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert message in refused(directory, monkeypatch, capsys)
-
-
-def plan_of_nothing(directory: Path) -> None:
-    (directory / "plan.json").write_text('{"zeromesh_plan": 9}')
-
-
-def cluster_of_racks(directory: Path) -> None:
-    (directory / "cluster.toml").write_text("name = 'x'\n[device]\n")
-
-
-RUNS: list[tuple[Prepare, list[str], str]] = [
-    (plan_of_nothing, ["strategy=plan.json"], "plan format must be 1; got 9"),
-    (cluster_of_racks, ["strategy=auto", "cluster=cluster.toml"], "cluster.toml: "),
+RUNS: list[tuple[Prepare, Sequence[str], str]] = [
+    (write("plan.json", '{"zeromesh_plan": 9}'), ["strategy=plan.json"], "plan format must be 1; got 9"),
+    (write("cluster.toml", "name = 'x'\n[device]\n"), ["strategy=auto", "cluster=cluster.toml"], "cluster.toml: "),
     (str, ["strategy=auto", "cluster=nowhere"], "nowhere"),
     (str, ["data.files=['nothing/*.txt']"], "data.files: "),
     (str, ["data.seq_len=100000"], "the training files must hold at least data.seq_len + 1 = 100001 tokens"),
@@ -260,11 +201,8 @@ RUNS: list[tuple[Prepare, list[str], str]] = [
     (str, ["data.tokenizer=bpe:20"], "data.tokenizer: bpe needs at least 257 tokens"),
     (write("tokenizer.json", "{}"), ["data.tokenizer=tokenizer.json"], "tokenizer.json is not a tokenizer.json"),
     (str, ["data.tokenizer=missing.json"], "missing.json: cannot be read as data.tokenizer"),
-    (str, ["model.config.model_type=lama"], "model.config.model_type must be one that transformers knows; got 'lama'"),
-    (str, ["model.config.hiden=8"], "unknown key model.config.hiden for tiny; did you mean hidden?"),
-    (str, ["model.config.vocab_size=9"], "model.config.vocab_size must be at least the tokenizer's 257; got 9"),
-    (str, ["model.config.hidden=-1"], "model.config: transformers cannot build this model"),
     (str, ["model.config=config.json"], "config.json: cannot be read as model.config"),
+    (write("config.json", "x"), ["model.config=config.json"], "config.json: not JSON"),
     (write("config.json", "[]"), ["model.config=config.json"], "must hold a JSON object; got list"),
     (write("out", ""), [], "run.directory: cannot write "),
     (write("file", ""), ["run.directory=file/out"], "run.directory: cannot write "),
@@ -273,17 +211,41 @@ RUNS: list[tuple[Prepare, list[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("prepare", "overrides", "message"), RUNS)
-def test_what_only_a_rank_can_see(
+CASES: list[tuple[Prepare, Sequence[str], str]] = [
+    *((prepare, (), message) for prepare, message in FILES),
+    *((str, (override,), message) for override, message in KEYS),
+    *RUNS,
+]
+
+
+@pytest.mark.parametrize(("prepare", "overrides", "message"), CASES)
+def test_wrong_input_is_one_message(
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     prepare: Prepare,
-    overrides: list[str],
+    overrides: Sequence[str],
     message: str,
 ) -> None:
     prepare(directory)
     assert message in refused(directory, monkeypatch, capsys, *overrides)
+
+
+def test_a_launchers_processes_are_the_meshs_ranks(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert "the environment has RANK but not WORLD_SIZE" in refused(directory, monkeypatch, capsys)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = refused(directory, monkeypatch, capsys)
+    assert "mesh node=1 has 1 ranks, but the launcher started 2 processes" in said
+    monkeypatch.setenv("RANK", "1")  # all ranks read the same file: rank 0 says it
+    assert train(monkeypatch) == 2 and capsys.readouterr() == ("", "")
+    meshes: list[dict[str, int]] = []
+    monkeypatch.setattr("zeromesh.cli.train._run_rank", lambda config, _: meshes.append(dict(config.mesh)) or 0)
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert train(monkeypatch, "faults.resize=true") == 0 and meshes == [{"node": 2}]
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device")
