@@ -9,42 +9,13 @@ import torch.distributed.checkpoint as dcp
 
 import zeromesh as zm
 from tests.dist.checkpoint.models import make, slices, train
-from tests.dist.features.parity import Pair, net
-from tests.dist.features.test_parameters import with_lora
 from tests.dist.features.test_precision import skip_together
-from tests.dist.features.test_recompute import Inside, Segmented
 from tests.simdev.clean import require_clean, require_documented
 from tests.simdev.ranks import on_devices
 from zeromesh import simdev
 from zeromesh.checkpoint.checkpoints import Checkpoints
 
 MESH = (("cluster", 2), ("node", 2))
-
-
-def check(base: torch.nn.Module, strategy: str, what: str) -> None:
-    """Gradients, parameters, states and the whole state dict, beside plain training in fp64 on the host."""
-    with simdev.Checker() as checker:
-        pair = Pair(base=base, strategy=strategy, device="simdev", clip=0.3)
-        pair.train(steps=2)
-    require_documented(checker, f"{what}, {strategy}", reads=2 + 2, besides=("checkpoint/full_state.py",))
-
-
-@on_devices(4)
-def test_adapters_of_a_frozen_model():
-    for strategy in ("node=3,cluster=1", "node=3dk,cluster=3k"):
-        check(with_lora(), strategy, "LoRA")
-
-
-@on_devices(4)
-def test_activations_are_computed_again():
-    for reentrant, strategy in ((False, "node=3,cluster=1"), (True, "node=3,cluster=3")):
-        torch.manual_seed(0)
-        check(Segmented(2, reentrant, num_blocks=5).double(), strategy, "segments")
-        base = net()
-        for block in base.blocks:
-            block.__class__ = Inside
-            block.reentrant = reentrant
-        check(base, strategy, "inside of a block")
 
 
 @on_devices(4)

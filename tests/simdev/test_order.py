@@ -78,13 +78,7 @@ def test_mixes_and_what_the_host_reads():
 @alone()
 def test_three_axes():
     simdev.counting_group(0, 8)
-    for strategy in (
-        "node=3,cluster=3,region=1",
-        "node=3,cluster=1,region=0",
-        "node=0,cluster=1,region=2",
-        "node=3d,cluster=3,region=0",
-        "node=2,cluster=3k,region=1",
-    ):
+    for strategy in ("node=3,cluster=1,region=0", "node=3d,cluster=3,region=0", "node=2,cluster=3k,region=1"):
         require_ordered(strategy, CASE, 2, 2, 2)
 
 
@@ -92,7 +86,7 @@ def test_three_axes():
 def test_parts():
     """Of the model's axes, and experts on axes of their own."""
     simdev.counting_group(0, 16)
-    for own, other in PAIRS[::4]:
+    for own, other in PAIRS[::6]:
         require_ordered(in_parts(own, other), CASE, 8, 2)
     with simdev.Checker() as checker:
         model, optimizer = with_experts(mesh_of(8, 2, device="simdev"))
@@ -103,29 +97,19 @@ def test_parts():
     assert checker.checked > 500
 
 
-CASES = {
-    "weights": replace(CASE, weighted=True),
-    "each a last backward": replace(CASE, every_last=True, optimizer="sgd"),
-    "bf16": replace(CASE, precision="bf16", optimizer="adamw"),
-    "bf16 wires": replace(CASE, precision="bf16-wire", optimizer="adamw"),
-    "joined units": replace(CASE, bucket_bytes=600),
-}
-
-
 @alone()
 def test_other_cases():
     simdev.counting_group(0, 4)
-    for case in CASES.values():
-        for strategy in ("node=3,cluster=1", "node=1,cluster=2", "node=0,cluster=0"):
-            require_ordered(strategy, case)
-    for setting in (
-        ";prefetch=0",
-        ";prefetch=3",
-        ";overlap=gather",
-        ";overlap=none",
-        ";collective=ho_ring",
+    for case in (
+        replace(CASE, weighted=True),
+        replace(CASE, every_last=True, optimizer="sgd"),
+        replace(CASE, precision="bf16", optimizer="adamw"),
+        replace(CASE, precision="bf16-wire", optimizer="adamw", bucket_bytes=600),
     ):
-        require_ordered(f"node=3,cluster=3{setting}", CASE)
+        for strategy in ("node=3,cluster=1", "node=1,cluster=2"):
+            require_ordered(strategy, case)
+    for setting in ("prefetch=0", "prefetch=3", "overlap=gather", "overlap=none", "collective=ho_ring"):
+        require_ordered(f"node=3,cluster=3;{setting}", CASE)
 
 
 @alone()
@@ -203,10 +187,6 @@ def test_a_fault_is_found(wait):
     strategy, leave_out = FAULTS[wait]
     checker = checked(strategy, CASE, leave_out=leave_out)
     assert checker.races or checker.early_frees
-
-
-def test_there_are_at_least_ten_of_them():
-    assert len(FAULTS) >= 10
 
 
 def step_on_used_parameters() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -44,7 +43,6 @@ class Shape:
     blocks: int = 3
 
 
-LLAMA_7B = Shape(hidden=4096, feed_forward=11008)
 LLAMA_65B = Shape(hidden=8192, feed_forward=22016)
 MIXTURE = Shape(hidden=4096, feed_forward=14336, experts=8)
 
@@ -100,7 +98,7 @@ LAUNCHES = 10
 """The most that a unit may take on an axis, in a lane."""
 
 
-def rehearsed(shape: Shape, mesh: DeviceMesh, strategy: str) -> dict[str, int]:
+def rehearsed(shape: Shape, mesh: DeviceMesh, strategy: str) -> None:
     """Two steps as rank 0; memory is what the schedule says, to the byte, and launches keep within their budget."""
     before = simdev.memory_stats().allocated_bytes
     with torch.device("meta"):
@@ -128,12 +126,6 @@ def rehearsed(shape: Shape, mesh: DeviceMesh, strategy: str) -> dict[str, int]:
     assert simdev.memory_stats().peak_reserved_bytes >= simdev.memory_stats().peak_allocated_bytes
     units = shape.blocks + 1
     assert launches and all(count <= LAUNCHES * units for count in launches.values()), launches
-    parameters = sum(math.prod(param.shape) for param in model.parameters())
-    return {
-        "parameters": parameters,
-        "predicted_bytes": report.predicted_bytes,
-        "allocated_bytes": report.allocated_bytes,
-    }
 
 
 def initialise(module: nn.Module) -> None:
@@ -141,15 +133,13 @@ def initialise(module: nn.Module) -> None:
         nn.init.zeros_(parameter)
 
 
-@pytest.mark.parametrize(("world", "shapes"), [(64, [LLAMA_7B]), (16384, [LLAMA_65B, MIXTURE])], ids=["64", "16384"])
 @alone(virtual=True)
-def test_memory_of_large_models_is_what_was_predicted(world, shapes):
+def test_memory_of_large_models_is_what_was_predicted():
     """Of one rank, the last: all are alike."""
-    simdev.counting_group(world - 1, world)
-    mesh = init_device_mesh("simdev", (world // 8, 8), mesh_dim_names=("cluster", "node"))
-    for shape in shapes:
-        for strategy in ("node=3,cluster=1", "node=3,cluster=3"):
-            rehearsed(shape, mesh, strategy)
+    simdev.counting_group((1 << 14) - 1, 1 << 14)
+    mesh = init_device_mesh("simdev", (1 << 11, 8), mesh_dim_names=("cluster", "node"))
+    for shape, strategy in ((LLAMA_65B, "node=3,cluster=1"), (MIXTURE, "node=3,cluster=3")):
+        rehearsed(shape, mesh, strategy)
 
 
 @alone(virtual=True)

@@ -21,16 +21,16 @@ from zeromesh.engine.param import ShardedParameter
 STEPS, MICRO_BATCHES, VOCABULARY = 2, 2, 13
 
 
-def load_example() -> Any:
-    path = Path(__file__).parents[3] / "examples" / "expert_parallel.py"
-    spec = importlib.util.spec_from_file_location("expert_parallel", path)
+def load_example(name: str) -> Any:
+    path = Path(__file__).parents[3] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-example = load_example()
+example = load_example("expert_parallel")
 
 
 def build(*, shared: bool, num: int = 4) -> Any:
