@@ -33,7 +33,7 @@ from tests.dist.pool import Pool
 from zeromesh.errors import CheckpointError
 
 RANKS = 4
-SAVED = 3
+SAVED = 2
 
 
 def owned(kind: str) -> Any:
@@ -67,12 +67,12 @@ def resume(path: Path, kind: str, sizes: tuple[int, ...], strategy: str, *, slic
     steps(model, optimizers, 0, 1)  # states of another run are there already
     with zm.Checkpoints(path, model, optimizers) as checkpoints:
         assert checkpoints.load() is not None
-    steps(model, optimizers, SAVED, SAVED + 3)
-    same_params(model, in_one_process(kind, RANKS, SAVED + 3).params[-1])
+    steps(model, optimizers, SAVED, SAVED + 2)
+    same_params(model, in_one_process(kind, RANKS, SAVED + 2).params[-1])
 
 
-def save_all(path: Path, sizes: tuple[int, ...] = (2, 2), strategy: str = "node=3,cluster=1") -> None:
-    model = shard(many(), sizes, strategy)
+def save_all(path: Path) -> None:
+    model = shard(many(), (2, 2), "node=3,cluster=1")
     optimizers = [*all_kinds(model, owned_kind).values()]
     steps(model, optimizers, 0, SAVED)
     with zm.Checkpoints(path, model, optimizers) as checkpoints:
@@ -88,16 +88,14 @@ def resume_all(path: Path, sizes: tuple[int, ...], strategy: str) -> None:
     steps(model, optimizers, 0, 1)  # states of another run are there already, and values at their owners
     with zm.Checkpoints(path, model, optimizers) as checkpoints:
         assert checkpoints.load() is not None
-    steps(model, optimizers, SAVED, SAVED + 3)
-    same_params(model, all_in_one_process(RANKS, SAVED + 3).params[-1])
+    steps(model, optimizers, SAVED, SAVED + 2)
+    same_params(model, all_in_one_process(RANKS, SAVED + 2).params[-1])
 
 
 def test_all_kinds_resume_anywhere(pool: Pool, tmp_path: Path) -> None:
     pool.run(4, save_all, tmp_path)
-    pool.run(4, resume_all, tmp_path, (4,), "node=1")
     pool.run(2, resume_all, tmp_path, (2,), "node=3")
     pool.run(4, resume_all, tmp_path, (2, 2), "node=0,cluster=2")
-    pool.run(1, resume_all, tmp_path, (1,), "node=3")
 
 
 def test_adamw_goes_from_owners_to_slices_and_back(pool: Pool, tmp_path: Path) -> None:
@@ -125,9 +123,9 @@ def test_plain_torch_goes_on(pool: Pool, tmp_path: Path) -> None:
             group["step"] = 0
         dcp.load(state, checkpoint_id=tmp_path / f"step-{SAVED:08d}", no_dist=True)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=some)
-    for (name, ours), theirs in zip(model.named_parameters(), expected.model.parameters(), strict=True):
+    for (name, ours), theirs in zip(model.named_parameters(), expected.params[-1].parameters(), strict=True):
         close(ours, theirs, name)
-        for key, value in expected.optimizer.state.get(theirs, {}).items():
+        for key, value in expected.optimizers["LAMB"].state.get(theirs, {}).items():
             close(optimizer.state[ours][key], value, f"{key} of {name}")
     assert [group["step"] for group in optimizer.param_groups] == [SAVED, SAVED]
 
@@ -164,9 +162,9 @@ def test_state_dict_holds_what_this_rank_owns(pool: Pool) -> None:
 def plain_states_come() -> None:
     """A plain optimizer's state dict, whole on every rank."""
     expected = in_one_process("LAMB", RANKS, SAVED)
-    model = shard(expected.model, (2, 2), "node=3,cluster=1")
+    model = shard(expected.params[-1], (2, 2), "node=3,cluster=1")
     optimizers = optimizers_of("LAMB", model, owned("LAMB"))
-    optimizers[0].load_state_dict(expected.optimizer.state_dict())
+    optimizers[0].load_state_dict(expected.optimizers["LAMB"].state_dict())
     steps(model, optimizers, SAVED, SAVED + 2)
     same_params(model, in_one_process("LAMB", RANKS, SAVED + 2).params[-1])
     assert all(torch.is_tensor(value) for state in optimizers[0].state.values() for value in state.values())
