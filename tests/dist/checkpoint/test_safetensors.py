@@ -31,8 +31,9 @@ def read(directory: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["node=3,cluster=0", "node=1,cluster=3"])
-@pytest.mark.parametrize(("max_file_bytes", "files"), [(10**9, 1), (400, 3)])
+@pytest.mark.parametrize(
+    ("strategy", "max_file_bytes", "files"), [("node=3,cluster=0", 10**9, 1), ("node=1,cluster=3", 400, 3)]
+)
 def test_files_are_what_the_library_reads(
     pool: Pool, tmp_path: Path, strategy: str, max_file_bytes: int, files: int
 ) -> None:

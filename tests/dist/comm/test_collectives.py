@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.dist.pool import TIMEOUT_S, Pool, RanksFailed, kept, on_ranks
+from tests.dist.pool import TIMEOUT_S, Pool, kept, on_ranks
 from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
 from zeromesh.errors import CommunicationError, InternalError
 from zeromesh.strategy import Layout
@@ -87,14 +85,14 @@ def reduce(chunk, dtype, seed, scale):
     assert torch.equal(tensor, first)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 @settings(max_examples=10)
 @given(chunk=st.integers(0, 70), dtype=st.sampled_from(sorted(FLOATS)), seed=st.integers(0, 9))
 def test_all_gather(pool: Pool, world, chunk, dtype, seed):
     pool.run(world, gather, chunk, dtype, seed)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 @settings(max_examples=25)
 @given(
     chunk=st.integers(0, 70),
@@ -108,7 +106,7 @@ def test_reduce_scatter(pool: Pool, world, chunk, wire, out, seed, scale, accumu
     pool.run(world, scatter, chunk, wire, out, seed, scale, accumulate)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 @settings(max_examples=15)
 @given(
     chunk=st.integers(0, 70),
@@ -120,8 +118,8 @@ def test_all_reduce(pool: Pool, world, chunk, dtype, seed, scale):
     pool.run(world, reduce, chunk, dtype, seed, scale)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_regions_of_many_pieces(pool: Pool, world):
+def test_regions_of_many_pieces(pool: Pool):
+    world = 4
     pool.run(world, gather, 700_001, "fp32", 1)
     pool.run(world, scatter, 700_001, "bf16", "fp32", 1, 0.5, True)
     pool.run(world, scatter, 700_001, "fp32", "fp32", 1, 0.25, False)
@@ -129,11 +127,9 @@ def test_regions_of_many_pieces(pool: Pool, world):
     pool.run(world, reduce, 400_003, "bf16", 1, 1 / 3)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_slots_are_used_again_only_after_their_terms_are_summed(pool: Pool, world):
+def test_slots_are_used_again_only_after_their_terms_are_summed(pool: Pool):
     # An eighth of the workspace makes the slots go round five times and more.
-    for seed in range(3):
-        pool.run(world, scatter, 900_001, "fp32", "fp32", seed, 1.0, False, workspace_share=8)
+    pool.run(4, scatter, 900_001, "fp32", "fp32", 1, 1.0, False, workspace_share=8)
 
 
 @on_ranks(3)
@@ -166,39 +162,18 @@ def test_bytes_sent():
 
 
 def short_line(timeout_s: float) -> AxisGroup:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("line",))
-    return make_groups(mesh, Layout.of("line=3", [("line", mesh.size())]).axes, timeout_s=timeout_s)["line"]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("line",))
+    return make_groups(mesh, Layout.of("line=3", [("line", 2)]).axes, timeout_s=timeout_s)["line"]
 
 
 @on_ranks(2, spoils=True)
-def test_a_stalled_peer_is_named():
-    group = short_line(3.0)
-    if group.rank == 0:
-        with pytest.raises(
-            CommunicationError, match=r"all_gather over axis line failed on rank 0 with rank 1 .* 3(\.0)? s"
-        ):
-            all_gather(torch.zeros(8), group)
-
-
-@on_ranks(2, spoils=True)
-def test_mismatched_collectives_end_in_the_timeout():
-    group = short_line(3.0)
+def test_a_stalled_peer_is_named_and_a_mismatch_ends_in_the_timeout():
+    stalled, mismatched = short_line(3.0), short_line(3.0)
+    if stalled.rank == 0:
+        with pytest.raises(CommunicationError, match=r"all_gather over axis line failed on rank 0 with rank 1 .* 3"):
+            all_gather(torch.zeros(8), stalled)
     with pytest.raises(CommunicationError, match="stalled, or ranks issued different collectives"):
-        all_gather(torch.zeros(8 if group.rank else 16), group)
-
-
-def die_in_the_middle():
-    group = short_line(50.0)
-    region = torch.zeros(4_000_000)
-    all_gather(region[:1000], group)
-    if group.rank == 1:
-        os._exit(1)
-    all_gather(region, group)
-
-
-def test_a_dead_peer_is_named(pool: Pool):
-    with pytest.raises(RanksFailed, match="all_gather over axis line failed on rank 0 with rank 1"):
-        pool.run(2, die_in_the_middle)
+        all_gather(torch.zeros(8 if stalled.rank else 16), mismatched)
 
 
 @on_ranks(2)

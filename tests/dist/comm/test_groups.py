@@ -43,9 +43,7 @@ def ranks_by_axis(strategy, sizes):
 @pytest.mark.parametrize(
     ("strategy", "sizes", "rank", "expected"),
     [
-        ("node=3,cluster=1", (("node", 2), ("cluster", 2)), 1, {"node": (0, 1), "cluster": (1, 3)}),
         ("node=3,cluster=1", (("node", 2), ("cluster", 3)), 3, {"node": (2, 3), "cluster": (1, 3, 5)}),
-        ("node[2]=3,node[*]=1", (("node", 6),), 3, {"node[0]": (2, 3), "node[1]": (1, 3, 5)}),
         ("node=3,cluster=0", (("node", 1), ("cluster", 2)), 1, {"cluster": (0, 1)}),
         (
             "node[2]=3,node[2]=2,cluster=1",

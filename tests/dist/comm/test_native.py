@@ -16,9 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.dist.pool import kept, on_ranks
 from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, collectives, make_groups, reduce_scatter
-from zeromesh.comm.quantised import (
-    noise_generator,
-)
+from zeromesh.comm.quantised import noise_generator
 from zeromesh.comm.transport import Messages, Native, Transport
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat

@@ -11,17 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import Pool, kept, on_ranks
 from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
-from zeromesh.comm.quantised import (
-    check_quantisable,
-    noise_generator,
-    restore_kept,
-)
+from zeromesh.comm.quantised import check_quantisable, noise_generator, restore_kept
 from zeromesh.errors import InputError, InternalError
 from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat, coded
 
-SHAPES = {1: (3,), 2: (2, 2), 3: (2, 2, 2)}
+SHAPES = {1: (3,), 3: (2, 2, 2)}
 
 
 def grid(shape: tuple[int, ...]) -> dict[str, AxisGroup]:
@@ -97,7 +93,7 @@ def scatter(shape, chunk, form, seed, accumulate):
 FORMS = st.builds(QuantFormat, bits=st.sampled_from([4, 8]), block=st.sampled_from([16, 128]), stochastic=st.booleans())
 
 
-@pytest.mark.parametrize("num_axes", [1, 2, 3])
+@pytest.mark.parametrize("num_axes", [1, 3])
 @settings(max_examples=12)
 @given(chunk=st.integers(0, 400), form=FORMS, seed=st.integers(0, 9))
 def test_all_gather_stays_within_the_bound(pool: Pool, num_axes, chunk, form, seed):
@@ -106,7 +102,7 @@ def test_all_gather_stays_within_the_bound(pool: Pool, num_axes, chunk, form, se
         pool.run(int(torch.tensor(shape).prod()), gather, shape, chunk, form, seed)
 
 
-@pytest.mark.parametrize("num_axes", [1, 2, 3])
+@pytest.mark.parametrize("num_axes", [1, 3])
 @settings(max_examples=12)
 @given(chunk=st.integers(1, 400), form=FORMS, seed=st.integers(0, 9), accumulate=st.booleans())
 def test_reduce_scatter_stays_within_the_bound(pool: Pool, num_axes, chunk, form, seed, accumulate):
@@ -135,10 +131,9 @@ def kept_and_restored(chunk: int, form: QuantFormat) -> None:
     assert torch.equal(first, keep), "replicas of a kept copy are equal to the bit"
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("chunk", [1, 127, 128, 3001, 600_001])
-def test_kept_messages_give_the_same_bits_back(pool: Pool, chunk, bits):
-    pool.run(2, kept_and_restored, chunk, QuantFormat(bits=bits))
+def test_kept_messages_give_the_same_bits_back(pool: Pool):
+    for chunk, bits in ((1, 8), (127, 4), (128, 8), (3001, 4), (600_001, 4)):
+        pool.run(2, kept_and_restored, chunk, QuantFormat(bits=bits))
 
 
 @on_ranks(2)
@@ -168,7 +163,7 @@ def test_reduce_scatter_sums_dequantised_chunks_in_the_order_of_the_ranks():
     assert torch.equal(out, total * 0.5)
 
 
-@pytest.mark.parametrize("numel", [3, 249, 1005])
+@pytest.mark.parametrize("numel", [3, 1005])
 @on_ranks(3)
 def test_all_reduce_leaves_equal_replicas(numel):
     group, form = grid((3,))["a"], QuantFormat(bits=8)
@@ -193,13 +188,7 @@ def test_error_feedback_makes_up_for_what_was_lost():
     for _ in range(repeats):
         for name, kept_residual in (("with", residual), ("without", None)):
             reduce_scatter(
-                region,
-                sums[name],
-                group,
-                form,
-                workspace=workspace(group),
-                accumulate=True,
-                residual=kept_residual,
+                region, sums[name], group, form, workspace=workspace(group), accumulate=True, residual=kept_residual
             )
     exact = repeats * sum(values(rank, 2 * chunk, 8, 0.0)[group.rank * chunk :][:chunk] for rank in range(2))
     error = {name: (total - exact).abs().max() for name, total in sums.items()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,24 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.dist.pool import Pool, RanksFailed, kept
-from zeromesh.collectives.ho_ring.ring import (
-    ho_ring_all_gather,
-    ho_ring_reduce_scatter,
-)
+from tests.dist.pool import Pool, kept
+from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather, ho_ring_reduce_scatter
 from zeromesh.comm import AxisGroup, Sent, all_gather, make_groups, reduce_scatter, workspace_bytes
 from zeromesh.strategy import Layout
 
-SHAPES = [(2, 2), (2, 3), (3, 2), (4, 2), (2, 3, "cluster"), (3, 2, "cluster")]
+SHAPES = [(2, 2), (2, 3), (3, 2, "cluster")]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def levels(node: int, cluster: int, first: str = "node", timeout_s: float | None = None) -> tuple[AxisGroup, AxisGroup]:
+def levels(node: int, cluster: int, first: str = "node") -> tuple[AxisGroup, AxisGroup]:
     """Groups of the `first` axis, which is the major one, and of the other."""
     mesh = init_device_mesh("cpu", (cluster, node), mesh_dim_names=("cluster", "node"))
-    groups = make_groups(
-        mesh, Layout.of("node=3,cluster=3", [("node", node), ("cluster", cluster)]).axes, timeout_s=timeout_s
-    )
+    groups = make_groups(mesh, Layout.of("node=3,cluster=3", [("node", node), ("cluster", cluster)]).axes)
     major = groups.pop(first)
     (minor,) = groups.values()
     return major, minor
@@ -127,28 +120,12 @@ def test_reduce_scatter(pool: Pool, shape, shard, wire, out, seed, scales, accum
 
 
 def test_regions_of_many_slices(pool: Pool):
-    for shape in ((2, 2), (2, 3), (2, 3, "cluster")):
-        world = shape[0] * shape[1]
-        pool.run(world, gather, shape, 150_001, "fp32", 1)
-        pool.run(world, scatter, shape, 150_001, "fp32", "fp32", 1, (0.5, 0.5), True)
-        pool.run(world, scatter, shape, 300_001, "bf16", "fp32", 1, (0.5, 0.5), False)
+    shape = (2, 3, "cluster")
+    pool.run(6, gather, shape, 150_001, "fp32", 1)
+    pool.run(6, scatter, shape, 150_001, "fp32", "fp32", 1, (0.5, 0.5), True)
+    pool.run(6, scatter, shape, 300_001, "bf16", "fp32", 1, (0.5, 0.5), False)
 
 
 def test_slots_are_used_again_only_after_their_terms_are_summed(pool: Pool):
     # A sixteenth of the workspace makes the slots go round five times and more.
-    for seed in range(3):
-        pool.run(4, scatter, (2, 2), 300_001, "fp32", "fp32", seed, (1.0, 1.0), False, workspace_share=16)
-
-
-def die_in_the_ring():
-    major, minor = levels(2, 2, timeout_s=20.0)
-    region = torch.zeros(4_000_000)
-    ho_ring_all_gather(region[:400], major, minor)
-    if dist.get_rank() == 3:
-        os._exit(1)
-    ho_ring_all_gather(region, major, minor)
-
-
-def test_a_peer_that_dies_in_the_ring_is_named(pool: Pool):
-    with pytest.raises(RanksFailed, match=r"all_gather over axis (node|cluster) failed on rank \d with rank 3"):
-        pool.run(4, die_in_the_ring)
+    pool.run(4, scatter, (2, 2), 300_001, "fp32", "fp32", 1, (1.0, 1.0), False, workspace_share=16)
