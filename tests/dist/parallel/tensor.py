@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -25,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zeromesh as zm
+from tests.dist.features.parity import share_grads
 from tests.dist.pool import kept, told_by_first
 from zeromesh.engine.api import engine_of
 
@@ -92,10 +94,7 @@ def parallelise(net: Net, tp: DeviceMesh, plan: str) -> Net:
         parallelize_module(
             net,
             tp,
-            {
-                "embed": RowwiseParallel(input_layouts=Replicate()),
-                "head": ColwiseParallel(output_layouts=Replicate()),
-            },
+            {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())},
         )
     return net
 
@@ -191,11 +190,7 @@ def mesh_of(*shape: int, tp: int = 2) -> DeviceMesh:
 
 
 def sharded(
-    strategy: str,
-    plan: str,
-    mesh: DeviceMesh,
-    wrap: Callable[[nn.Module], None] = lambda layer: None,
-    **options: Any,
+    strategy: str, plan: str, mesh: DeviceMesh, wrap: Callable[[nn.Module], None] = lambda layer: None, **options: Any
 ) -> nn.Module:
     """The model, divided over `tp`, where that has ranks, and sharded over all other axes."""
     names = mesh.mesh_dim_names or ()
@@ -215,7 +210,6 @@ def check(
     plan: str,
     *shape: int,
     optimizer: str = "adamw",
-    spoil: Callable[[nn.Module], None] = lambda model: None,
     wrap: Callable[[nn.Module], None] = lambda layer: None,
     **options: Any,
 ) -> None:
@@ -226,7 +220,6 @@ def check(
         plan: as for `parallelise`.
         shape: of the data-parallel mesh, innermost first.
         optimizer: `adamw` or `sgd`, with momentum.
-        spoil: what is to be found.
         wrap: is done to each block, before it is sharded.
         options: of `zm.shard`.
     """
@@ -234,7 +227,6 @@ def check(
     ranks = mesh.size() // mesh["tp"].size()
     expected = plain(ranks, optimizer)
     model = sharded(strategy, plan, mesh, wrap=wrap, **options)
-    spoil(model)
     stepping, rank = make_optimizer(optimizer, model), engine_of(model).control.rank
     for step, record in enumerate(expected):
         backward(model, plan, step, rank)
@@ -271,3 +263,41 @@ def require_equal(
         wanted = own_part(param, wholes[param.full_name])
         off = float((got - wanted).abs().max()) if got.numel() else 0.0
         assert off < tolerance, f"{what} of {param.full_name}: off by {off}"
+
+
+def check_beside(
+    model: nn.Module,
+    plain: nn.Module,
+    loss_of: Callable[[nn.Module, int, int, int], Tensor],
+    *,
+    tolerance: float = TOLERANCE,
+    **options: float,
+) -> None:
+    """Trains both by AdamW, `plain` on the losses of all data-parallel ranks, and compares.
+
+    Args:
+        loss_of: of a model, a step, a micro-batch and a rank.
+        options: of AdamW.
+    """
+    control = engine_of(model).control
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, **options) for each in (plain, model)]
+    for step in range(STEPS):
+        for micro in range(MICRO_BATCHES):
+            for rank in range(control.size) if dist.get_rank() == 0 else ():
+                (loss_of(plain, step, micro, rank) / MICRO_BATCHES / control.size).backward()
+            with zm.accumulate(model, last=micro == MICRO_BATCHES - 1):
+                (loss_of(model, step, micro, control.rank) / MICRO_BATCHES).backward()
+        share_grads(plain)
+        norms = nn.utils.clip_grad_norm_(plain.parameters(), CLIP), zm.clip_grad_norm_(model, CLIP)
+        assert abs(float(norms[0] - norms[1])) < tolerance, norms
+        grads = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
+        require_equal("gradient", ((p, p.grad.local, grads) for p in params_of(model)), tolerance=tolerance)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        values = {name: param.detach() for name, param in plain.named_parameters()}
+        require_equal("parameter", ((p, p.local, values) for p in params_of(model)), tolerance=tolerance)
+    for key in ("exp_avg", "exp_avg_sq"):
+        states = {name: optimizers[0].state[param][key] for name, param in plain.named_parameters()}
+        rows = ((p, optimizers[1].state[p][key], states) for p in params_of(model))
+        require_equal(key, rows, tolerance=tolerance)

@@ -72,22 +72,9 @@ def shared_path(tmp_path: Path) -> Path:
 
 @on_ranks(4)
 def test_checkpoints_under_other_degrees(tmp_path):
+    """Ours, and torch's; ours read by torch, and torch's by us."""
     path = shared_path(tmp_path)
     model, optimizer, wanted = trained("node=3", "loss")
-    with zm.Checkpoints(path, model, optimizer) as checkpoints:
-        checkpoints.save(1)
-        checkpoints.wait()
-    for layout in LAYOUTS:
-        model, optimizer = other(layout)
-        with zm.Checkpoints(path, model, optimizer) as checkpoints:
-            assert checkpoints.load() is not None
-        require_states(model, optimizer, wanted)
-
-
-@on_ranks(4)
-def test_checkpoints_of_torch(tmp_path):
-    path = shared_path(tmp_path)
-    model, optimizer, wanted = trained("node=1", "loss")
     dcp.save({"model": model.state_dict()}, checkpoint_id=path / "dcp")
     with zm.Checkpoints(path / "own", model, optimizer) as checkpoints:
         checkpoints.save(1)
@@ -102,6 +89,10 @@ def test_checkpoints_of_torch(tmp_path):
         with zm.Checkpoints(path / "none", model) as checkpoints:
             checkpoints.load(path / "dcp")
         require_equal("parameter", ((p, p.local, wanted["param"]) for p in params_of(model)))
+        model, optimizer = other(layout)
+        with zm.Checkpoints(path / "own", model, optimizer) as checkpoints:
+            assert checkpoints.load() is not None
+        require_states(model, optimizer, wanted)
 
 
 def packed(tp: int) -> tuple[nn.Module, torch.optim.Optimizer]:

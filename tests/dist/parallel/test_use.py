@@ -172,35 +172,20 @@ def quantised() -> Any:
     return zm.shard(divide(net, mesh_of(2)["tp"], "tensor"), mesh_of(2)["node"], "node=3@int8/int4")
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (
-            tp_has_a_stage,
-            MeshError,
-            r"over tp\) over ranks .* too, node=2, tp=2: give zm\.shard the data-",
-        ),
-        (
-            divided_over_node,
-            MeshError,
-            r"head\.weight is a DTensor \(S.* over node\) over ranks .* of the mesh",
-        ),
+@on_ranks(4)
+def test_what_cannot_be_is_refused_on_all_ranks():
+    for make, error, message in (
+        (tp_has_a_stage, MeshError, r"over tp\) over ranks .* too, node=2, tp=2: give zm\.shard the data-"),
+        (divided_over_node, MeshError, r"head\.weight is a DTensor \(S.* over node\) over ranks .* of the mesh"),
         (crossed, MeshError, r"must be dimensions of one mesh, such as"),
         (without_the_axis, MeshError, r"cluster"),
-        (
-            quantised,
-            InputError,
-            r"axis node cannot quantise what it sends: .* is the same on ranks that",
-        ),
+        (quantised, InputError, r"axis node cannot quantise what it sends: .* is the same on ranks that"),
         (packed_unevenly, ModelError, r"head\.weight is a DTensor of \(10, 6\) .* divides each of its parts evenly"),
         (two_meshes, MeshError, r"two axes must have one rank in common"),
         (divided_buffer, ModelError, r"scale is a buffer that lies as .*: only parameters may be divided"),
-    ],
-)
-@on_ranks(4)
-def test_what_cannot_be_is_refused_on_all_ranks(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
+    ):
+        with pytest.raises(error, match=message):
+            make()
 
 
 class Keeps(nn.Module):

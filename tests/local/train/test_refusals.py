@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from zeromesh.cli.app import main
+from zeromesh.train.config import TrainConfig
 
 CONFIG = """
 strategy = "node=3"
@@ -192,11 +193,7 @@ RUNS: list[tuple[Prepare, Sequence[str], str]] = [
         ["data.files=['*.jsonl']"],
         "bad.jsonl cannot be read: Expecting property name",
     ),
-    (
-        str,
-        ["model={pretrained='nowhere'}"],
-        "nowhere is no directory",
-    ),
+    (str, ["model={pretrained='nowhere'}"], "nowhere is no directory"),
     (str, ["data.tokenizer=nowhere/"], "nowhere is no directory with a Hugging Face tokenizer"),
     (str, ["data.tokenizer=bpe:20"], "data.tokenizer: bpe needs at least 257 tokens"),
     (write("tokenizer.json", "{}"), ["data.tokenizer=tokenizer.json"], "tokenizer.json is not a tokenizer.json"),
@@ -242,7 +239,12 @@ def test_a_launchers_processes_are_the_meshs_ranks(
     monkeypatch.setenv("RANK", "1")  # all ranks read the same file: rank 0 says it
     assert train(monkeypatch) == 2 and capsys.readouterr() == ("", "")
     meshes: list[dict[str, int]] = []
-    monkeypatch.setattr("zeromesh.cli.train._run_rank", lambda config, _: meshes.append(dict(config.mesh)) or 0)
+
+    def note(config: TrainConfig, _: object) -> int:
+        meshes.append(dict(config.mesh))
+        return 0
+
+    monkeypatch.setattr("zeromesh.cli.train._run_rank", note)
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert train(monkeypatch, "faults.resize=true") == 0 and meshes == [{"node": 2}]
