@@ -201,6 +201,31 @@ def train(config: TrainConfig, meddling: Meddling = Meddling()) -> Outcome:
     )
 
 
+def train_plainly(
+    model: nn.Module, rows: Rows, sequences: int, learning_rates: Sequence[float]
+) -> list[tuple[float, float]]:
+    """Losses and norms: the whole global batch at once, with torch's own optimizer and clipping."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2]},
+        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    found = []
+    for step, lr in enumerate(learning_rates):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        inputs, targets = rows.batch(global_batch(len(rows), sequences, step))
+        loss = nn.functional.cross_entropy(model(input_ids=inputs).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), norm.item()))
+    return found
+
+
 def global_batch(samples: int, sequences: int, step: int) -> list[int]:
     """All samples of a step of these configurations."""
     order = Sampler(num_samples=samples, global_sequences=sequences, micro=sequences, world=1, seed=7)

@@ -26,14 +26,14 @@ STRATEGY = "node=3,cluster=1"
 def test_four_three_two_one(pool: Pool, tmp_path: Path) -> None:
     """5 sequences in micro-batches of 2 divide on no world: some ranks run empty micro-batches."""
     alone, shrinking = (write_text(tmp_path / name) for name in make(tmp_path, "alone", "shrinking"))
-    changes = {"dtypes": FP64, "batch": {"global_sequences": 5, "micro": 2}, "checkpoint__every": 100}
+    changes = {"dtypes": FP64, "batch": {"global_sequences": 5, "micro": 2}, "checkpoint__every": 100, "run__steps": 4}
     whole = config(alone, ONE, "node=0,cluster=0", **changes)
     (expected,) = pool.run(1, train, whole)
 
     run = config(shrinking, FOUR, STRATEGY, faults={"resize": True, "digest_every": 1}, **changes)
     samples: list[list[int]] = []
     ends: list[Outcome] = []
-    for world, stop in ((4, 2), (3, 4), (2, 6), (1, None)):
+    for world, stop in ((4, 1), (3, 2), (2, 3), (1, None)):
         resized = run.on_world(world)
         outcomes = pool.run(world, train, resized, Meddling(stop_after=stop))
         assert {outcome.finished for outcome in outcomes} == {stop is None}, outcomes[0].error
@@ -44,7 +44,7 @@ def test_four_three_two_one(pool: Pool, tmp_path: Path) -> None:
         ends = outcomes
     real = [sorted(indices) for indices in expected.samples]
     assert samples == real
-    assert [line["step"] for line in lines(run)] == list(range(1, 9))
+    assert [line["step"] for line in lines(run)] == list(range(1, 5))
     losses = [line["loss"] for line in lines(run)]
     assert losses == pytest.approx([line["loss"] for line in lines(whole)], rel=1e-6)
     for name, value in ends[0].params.items():

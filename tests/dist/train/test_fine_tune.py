@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import Pool, kept
-from tests.dist.train.harness import global_batch
+from tests.dist.train.harness import lines, train_plainly
 from zeromesh.checkpoint.read import read_manifest
 from zeromesh.checkpoint.storage import open_storage
 from zeromesh.errors import ConfigError
@@ -87,32 +87,13 @@ def refused(config: TrainConfig, elsewhere: Path) -> str:
 
 
 def plain(run: TrainConfig, learning_rates: list[float]) -> tuple[list[float], torch.nn.Module]:
-    """The whole global batch at once, with torch's own optimizer and clipping."""
     corpus = read_corpus(run)
-    rows = corpus.training
     torch.manual_seed(run.run.seed)
     with mock.patch(
         "zeromesh.integrations.loading.from_pretrained", lambda kind, *a, **k: kind.from_pretrained(*a, **k)
     ):
         model = build_language_model(run.model, corpus.tokenizer.vocab_size).double()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2]},
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    losses = []
-    for step, lr in enumerate(learning_rates):
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        inputs, targets = rows.batch(global_batch(len(rows), SEQUENCES, step))
-        loss = torch.nn.functional.cross_entropy(model(input_ids=inputs).logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = [loss for loss, _ in train_plainly(model, corpus.training, SEQUENCES, learning_rates)]
     return losses, model.eval()
 
 
@@ -132,9 +113,9 @@ def test_adapters_and_some_parameters_are_trained_as_in_one_process(
     run = config(directory, f"{strategy} again", resumed, **model)
     run = run.model_copy(update={"checkpoint": CheckpointConfig(resume=str(saved))})
     assert all(pool.run(4, train, first, run))
-    losses, expected = plain(run, [step["lr"] for step in steps_of(first)])
-    assert [step["loss"] for step in steps_of(first)] == pytest.approx(losses, rel=1e-6)  # the loop's loss is fp32
-    assert [step["loss"] for step in steps_of(run)] == pytest.approx(losses[1:], rel=1e-6)
+    losses, expected = plain(run, [step["lr"] for step in lines(first)])
+    assert [step["loss"] for step in lines(first)] == pytest.approx(losses, rel=1e-6)  # the loop's loss is fp32
+    assert [step["loss"] for step in lines(run)] == pytest.approx(losses[1:], rel=1e-6)
     # What is frozen stays where it came from.
     manifest = read_manifest(open_storage(str(saved.parent)), saved.name)
     trained = [name for name, parameter in expected.named_parameters() if parameter.requires_grad]
@@ -157,10 +138,6 @@ def test_a_model_that_one_host_does_not_have_is_said_by_all_ranks(pool: Pool, di
     said = pool.run(4, refused, run, directory / "nowhere")
     assert len(set(said)) == 1 and said[0].startswith("rank 3: model.pretrained must be the directory of")
     assert not run.run.directory.exists()
-
-
-def steps_of(run: TrainConfig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.run.directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def _exported(directory: Path, run: TrainConfig) -> Any:

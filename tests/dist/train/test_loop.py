@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import Pool, kept
-from tests.dist.train.harness import global_batch
+from tests.dist.train.harness import Mesh, lines, train_plainly
+from tests.dist.train.harness import config as base_config
 from zeromesh.integrations.language_models import seed_of_rank
 from zeromesh.launch.ranks import Ranks
 from zeromesh.report.run import KINDS
@@ -27,28 +27,22 @@ from zeromesh.train.config import TrainConfig
 from zeromesh.train.corpus import read_corpus
 from zeromesh.train.loop import build_language_model
 
-Mesh = tuple[tuple[str, int], ...]
 ONE: Mesh = (("cluster", 1), ("node", 1))
 TWO_BY_TWO: Mesh = (("cluster", 2), ("node", 2))
 
 
 def config(directory: Path, mesh: Mesh, strategy: str, **changes: Any) -> TrainConfig:
     llama = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
-    tables: dict[str, Any] = {
-        "strategy": strategy,
-        "mesh": dict(mesh),
+    own = {
         "run": {"directory": str(directory), "steps": 4, "seed": 7},
         "model": {"config": llama | {"num_attention_heads": 2}},
-        "data": {"files": [f"{directory}/text/*.txt"], "seq_len": 12, "holdout": 0.2},
-        "batch": {"global_sequences": 7, "micro": 2},
-        "optimizer": {"lr": 0.02, "warmup_steps": 2},
+        "data__holdout": 0.2,
+        "batch__global_sequences": 7,
         "eval": {"every": 2, "sequences": 5},
-        "dtypes": {"param": "fp64", "reduce": "fp64", "grad": "fp64", "master": "fp64"},
+        "dtypes": dict.fromkeys(("param", "reduce", "grad", "master"), "fp64"),
+        "checkpoint": {},
     }
-    for key, value in changes.items():
-        table, _, name = key.partition("__")
-        tables[table][name] = value
-    return TrainConfig.model_validate(tables)
+    return base_config(directory, mesh, strategy, **own | changes)
 
 
 def write_text(directory: Path) -> Path:
@@ -76,7 +70,7 @@ def train(config: TrainConfig) -> bool:
 
 def steps_of(pool: Pool, config: TrainConfig) -> list[dict[str, float]]:
     assert all(pool.run(config.world, train, config))
-    return [json.loads(line) for line in (config.run.directory / "metrics.jsonl").read_text().splitlines()]
+    return lines(config)
 
 
 @pytest.fixture(scope="module")
@@ -94,23 +88,11 @@ def test_steps_are_recorded_and_evaluated_when_asked(plain: list[dict[str, float
 def test_steps_are_ordinary_torch_training(plain: list[dict[str, float]], directory: Path) -> None:
     """The whole global batch at once, with torch's own optimizer, clipping and nothing of the engine."""
     run = config(directory, ONE, "node=0,cluster=0")
-    sequences = read_corpus(run).training
     torch.manual_seed(run.run.seed)
     model = build_language_model(run.model, 257).double()
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    for step, expected in enumerate(plain):
-        for group in optimizer.param_groups:
-            group["lr"] = expected["lr"]
-        inputs, targets = sequences.batch(global_batch(len(sequences), 7, step))
-        loss = torch.nn.functional.cross_entropy(model(input_ids=inputs).logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert (loss.item(), norm.item()) == pytest.approx((expected["loss"], expected["grad_norm"]), rel=1e-5), step
+    found = train_plainly(model, read_corpus(run).training, 7, [step["lr"] for step in plain])
+    for own, step in zip(found, plain, strict=True):
+        assert own == pytest.approx((step["loss"], step["grad_norm"]), rel=1e-5), step
 
 
 @pytest.mark.parametrize(
@@ -137,10 +119,7 @@ def test_loss_falls_clearly_in_bf16(pool: Pool, directory: Path) -> None:
     assert steps[-1]["loss"] < 0.6 * steps[0]["loss"]
 
 
-_RECOMPUTED = {
-    "node=3,cluster=1 | *.mlp: node=0,cluster=3": "full",
-    "node=3,cluster=3k": "selective",
-}
+_RECOMPUTED = {"node=3,cluster=1 | *.mlp: node=0,cluster=3": "full", "node=3,cluster=3k": "selective"}
 
 
 @pytest.mark.parametrize("strategy", _RECOMPUTED)
@@ -157,9 +136,8 @@ def test_the_demo(pool: Pool, tmp_path: Path) -> None:
     changes = [f'run.directory="{tmp_path}"', "run.steps=2", "eval.sequences=4"]
     demo = load_config(Path(__file__).parents[3] / "examples/demo.toml", changes)
     printed, *_ = pool.run(4, table_of, demo)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["tokens"]) for line in lines] == [(1, 16 * 128), (2, 16 * 128)]
-    assert lines[-1]["eval_loss"] > 0
+    assert [(line["step"], line["tokens"]) for line in lines(demo)] == [(1, 16 * 128), (2, 16 * 128)]
+    assert lines(demo)[-1]["eval_loss"] > 0
     for name in (*KINDS.values(), "total", "node: 2 ranks, stage 3", "cluster: 2 ranks, stage 1"):
         row = re.search(rf"^{re.escape(name)} +([\d,]+) +([\d,]+)$", printed, re.MULTILINE)
         assert row and row[1] == row[2] != "0", (name, printed)

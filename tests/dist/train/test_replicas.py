@@ -92,11 +92,6 @@ def test_several_differences_are_counted(pool: Pool) -> None:
     assert "(2 more differences in other places)" in said
 
 
-@pytest.mark.parametrize("strategy", ["node=3k,cluster=3k", "node=3d,cluster=1", "node=0,cluster=2"])
-def test_intact_replicas_are_equal(pool: Pool, strategy: str) -> None:
-    assert pool.run(4, run, strategy, [], torch.bfloat16) == [""] * 4
-
-
 def pending(shape: tuple[int, ...], strategy: str, flips: list[Flip]) -> str:
     """Two optimizers step in turn, then masters are changed in place: copies that follow later are no differences, no
     traffic of the next step, and no events of it. Then the flips, and what the check says."""
