@@ -100,27 +100,6 @@ class EightBits(_Each):
         assert isinstance(group["lr"], Tensor)
 
 
-def _root(matrix: Tensor, order: float) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    return vectors @ torch.diag(values.clamp(min=1e-12) ** (-1 / order)) @ vectors.T
-
-
-class Shampoo(_Each):
-    """Gupta et al., arXiv 1802.09568, algorithm 1, of matrices; of other tensors Adagrad."""
-
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if param.dim() != 2:
-            state["sum"] = state.get("sum", torch.zeros_like(param)) + grad**2
-            param.sub_(group["lr"] * grad / (state["sum"].sqrt() + 1e-10))
-            return
-        if not state:
-            state["left"] = 1e-4 * torch.eye(len(grad), dtype=grad.dtype)
-            state["right"] = 1e-4 * torch.eye(grad.shape[1], dtype=grad.dtype)
-        state["left"] += grad @ grad.T
-        state["right"] += grad.T @ grad
-        param.sub_(group["lr"] * _root(state["left"], 4) @ grad @ _root(state["right"], 4))
-
-
 class SOAP(_Each):
     """Vyas et al., arXiv 2409.11321, algorithm 3, of matrices, with a new basis in every step; of others Adam's."""
 

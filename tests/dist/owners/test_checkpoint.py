@@ -34,6 +34,7 @@ from zeromesh.errors import CheckpointError
 
 RANKS = 4
 SAVED = 2
+ALL = "all kinds"
 
 
 def owned(kind: str) -> Any:
@@ -48,61 +49,49 @@ def steps(model: nn.Module, optimizers: list[optim.Optimizer], first: int, stop:
             optimizer.zero_grad()
 
 
-def save(path: Path, kind: str, *, slices: bool = False) -> None:
-    model = shard(net(), (2, 2), "node=3,cluster=1")
-    optimizers = optimizers_of(kind, model, KINDS[kind][0] if slices else owned(kind))
+def make(
+    kind: str, sizes: tuple[int, ...], strategy: str, slices: bool, base: nn.Module
+) -> tuple[nn.Module, list[Any]]:
+    model = shard(base, sizes, strategy)
+    if kind == ALL:
+        return model, [*all_kinds(model, owned_kind).values()]
+    return model, optimizers_of(kind, model, KINDS[kind][0] if slices else owned(kind))
+
+
+def save(path: Path, kind: str = ALL, *, slices: bool = False) -> None:
+    base = many() if kind == ALL else net()
+    model, optimizers = make(kind, (2, 2), "node=3,cluster=1", slices, base)
     steps(model, optimizers, 0, SAVED)
     with zm.Checkpoints(path, model, optimizers) as checkpoints:
         checkpoints.save(SAVED)
 
 
-def resume(path: Path, kind: str, sizes: tuple[int, ...], strategy: str, *, slices: bool = False) -> None:
-    base = net()
+def resume(path: Path, sizes: tuple[int, ...], strategy: str, kind: str = ALL, *, slices: bool = False) -> None:
+    base = many() if kind == ALL else net()
     for param in base.parameters():
         param.data.fill_(3.0)
-    model = shard(base, sizes, strategy)
-    optimizers = optimizers_of(kind, model, KINDS[kind][0] if slices else owned(kind))
-    for optimizer in optimizers:
+    model, optimizers = make(kind, sizes, strategy, slices, base)
+    for optimizer in optimizers if kind != ALL else ():
         optimizer.param_groups[0]["lr"] = 7.0  # the checkpoint's counts
-    steps(model, optimizers, 0, 1)  # states of another run are there already
-    with zm.Checkpoints(path, model, optimizers) as checkpoints:
-        assert checkpoints.load() is not None
-    steps(model, optimizers, SAVED, SAVED + 2)
-    same_params(model, in_one_process(kind, RANKS, SAVED + 2).params[-1])
-
-
-def save_all(path: Path) -> None:
-    model = shard(many(), (2, 2), "node=3,cluster=1")
-    optimizers = [*all_kinds(model, owned_kind).values()]
-    steps(model, optimizers, 0, SAVED)
-    with zm.Checkpoints(path, model, optimizers) as checkpoints:
-        checkpoints.save(SAVED)
-
-
-def resume_all(path: Path, sizes: tuple[int, ...], strategy: str) -> None:
-    base = many()
-    for param in base.parameters():
-        param.data.fill_(3.0)
-    model = shard(base, sizes, strategy)
-    optimizers = [*all_kinds(model, owned_kind).values()]
     steps(model, optimizers, 0, 1)  # states of another run are there already, and values at their owners
     with zm.Checkpoints(path, model, optimizers) as checkpoints:
         assert checkpoints.load() is not None
     steps(model, optimizers, SAVED, SAVED + 2)
-    same_params(model, all_in_one_process(RANKS, SAVED + 2).params[-1])
+    expected = all_in_one_process(RANKS, SAVED + 2) if kind == ALL else in_one_process(kind, RANKS, SAVED + 2)
+    same_params(model, expected.params[-1])
 
 
 def test_all_kinds_resume_anywhere(pool: Pool, tmp_path: Path) -> None:
-    pool.run(4, save_all, tmp_path)
-    pool.run(2, resume_all, tmp_path, (2,), "node=3")
-    pool.run(4, resume_all, tmp_path, (2, 2), "node=0,cluster=2")
+    pool.run(4, save, tmp_path)
+    pool.run(2, resume, tmp_path, (2,), "node=3")
+    pool.run(4, resume, tmp_path, (2, 2), "node=0,cluster=2")
 
 
 def test_adamw_goes_from_owners_to_slices_and_back(pool: Pool, tmp_path: Path) -> None:
     pool.run(4, save, tmp_path / "owners", "AdamW")
-    pool.run(4, resume, tmp_path / "owners", "AdamW", (4,), "node=2", slices=True)
+    pool.run(4, resume, tmp_path / "owners", (4,), "node=2", "AdamW", slices=True)
     pool.run(4, save, tmp_path / "slices", "AdamW", slices=True)
-    pool.run(2, resume, tmp_path / "slices", "AdamW", (2,), "node=1")
+    pool.run(2, resume, tmp_path / "slices", (2,), "node=1", "AdamW")
 
 
 def test_plain_torch_goes_on(pool: Pool, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
 from tests.dist.features.parity import close, same_params, same_state, sharded_params
-from tests.dist.owners.optimizers import LAMB, SOAP, EightBits, Orthogonal, Shampoo
+from tests.dist.owners.optimizers import LAMB, SOAP, EightBits, Orthogonal
 from tests.dist.pool import kept, on_ranks, told_by_first
 from zeromesh.engine.optim import WHOLE, stored
 
@@ -104,7 +104,6 @@ def groups_of(model: nn.Module, *, matrices: bool) -> list[dict[str, Any]]:
 
 KINDS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "Muon": (optim.Muon, {"lr": 0.02, "weight_decay": 0.1}),
-    "Shampoo": (Shampoo, {}),
     "Adafactor": (optim.Adafactor, {"lr": 0.05}),
     "LAMB": (LAMB, {}),
     "SOAP": (SOAP, {}),
@@ -201,10 +200,9 @@ def all_kinds(model: nn.Module, make: Callable[..., optim.Optimizer]) -> dict[st
     return {
         "Muon": make(optim.Muon, muon[:1], {"batched": True}, **KINDS["Muon"][1]),
         "AdamW on slices": optim.AdamW(muon[1:], lr=0.01),
-        "Shampoo": made("Shampoo", "blocks.0.down", "blocks.0.gain"),
         "Adafactor": made("Adafactor", "blocks.1.up", "unused"),
         "LAMB": made("LAMB", "blocks.1.down", "layers.0", "layers.1", batched=True),
-        "SOAP": made("SOAP", "blocks.1.row", "layers.2"),
+        "SOAP": made("SOAP", "blocks.0.down", "blocks.0.gain", "blocks.1.row", "layers.2"),
         "AdamW": made("AdamW", "blocks.1.gain", "layers.3.weight"),
         "Adagrad": made("Adagrad", "layers.3.bias"),
         "EightBits": made("EightBits", "layers.4", "layers.5"),

@@ -168,8 +168,9 @@ def test_memory_is_predicted():
 
 
 @on_ranks(4)
-def test_schedulers_hooks_groups_and_closures():
-    plain, model = net(), shard(net(), (2, 2), "node=3,cluster=1")
+def test_schedulers_hooks_groups_closures_and_a_trace():
+    """In the trace the optimizer lasts until the last bucket's step has ended."""
+    plain, model = net(), shard(net(), (2, 2), "node=3,cluster=1", debug=True)
     calls: list[str] = []
     optimizers: list[Any] = [
         LAMB(groups_of(plain, matrices=False)),
@@ -179,22 +180,33 @@ def test_schedulers_hooks_groups_and_closures():
     schedulers = [optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
     optimizers[1].register_step_pre_hook(lambda *_: calls.append("before"))
     optimizers[1].register_step_post_hook(lambda *_: calls.append("after"))
-    for step in range(4):
+    inside: list[float] = []
+    for bucket in optimizers[1].buckets:
+        bucket.optimizer.register_step_post_hook(lambda *_: inside.append(time.perf_counter()))
+    with zm.record_trace(model) as recording:
+        for step in range(3):
 
-        def closure(step: int = step) -> Any:
-            backward(model, step)
-            return "a loss"
+            def closure(step: int = step) -> Any:
+                backward(model, step)
+                return "a loss"
 
-        backward_plainly(plain, step)
-        optimizers[0].step()
-        assert optimizers[1].step(closure) == "a loss"
-        for each, scheduler in zip(optimizers, schedulers, strict=True):
-            each.zero_grad()
-            scheduler.step()
-            each.param_groups[1]["lr"] = 0.03 / (step + 1)
-        same_params(model, plain)
-    assert calls == ["before", "after"] * 4
-    assert [group["step"] for group in optimizers[1].param_groups] == [4, 4]
+            backward_plainly(plain, step)
+            optimizers[0].step()
+            if step < 2:
+                assert optimizers[1].step(closure) == "a loss"
+            else:
+                backward(model, step)
+                optimizers[1].step()
+            for each, scheduler in zip(optimizers, schedulers, strict=True):
+                each.zero_grad()
+                scheduler.step()
+                each.param_groups[1]["lr"] = 0.03 / (step + 1)
+            same_params(model, plain)
+    assert calls == ["before", "after"] * 3
+    assert [group["step"] for group in optimizers[1].param_groups] == [3, 3]
+    stepping = [event for event in recording.steps[-1].events if event.name == "optimizer"]  # waits lie between
+    lasted = max(event.end_s for event in stepping) - min(event.start_s for event in stepping)
+    assert lasted >= inside[-1] - inside[-len(optimizers[1].buckets)] > 0
 
 
 @on_ranks(4)
@@ -264,30 +276,6 @@ def test_elementwise_ones_are_to_the_bit_what_they_are_on_slices(kind, dtypes):
             optimizer.zero_grad()
     for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
         assert torch.equal(ours.local, theirs.local)  # type: ignore[attr-defined]
-
-
-@on_ranks(4)
-def test_in_a_trace_and_under_debug():
-    """The optimizer's slice of the timeline lasts until the last bucket's step has ended, and numbers stay right."""
-    model, plain = shard(net(), (2, 2), "node=3,cluster=1", debug=True), net()
-    owned = zm.by_owner(LAMB, groups_of(model, matrices=False), bucket_bytes=400)
-    optimizers: list[optim.Optimizer] = [LAMB(groups_of(plain, matrices=False)), owned]
-    inside: list[float] = []
-    for bucket in owned.buckets:
-        bucket.optimizer.register_step_post_hook(lambda *_: inside.append(time.perf_counter()))
-    with zm.record_trace(model) as recording:
-        for step in range(2):
-            backward(model, step)
-            optimizers[1].step()
-            optimizers[1].zero_grad()
-    stepping = [event for event in recording.steps[-1].events if event.name == "optimizer"]  # waits lie between
-    lasted = max(event.end_s for event in stepping) - min(event.start_s for event in stepping)
-    assert lasted >= inside[-1] - inside[-len(owned.buckets)] > 0
-    for step in range(2):
-        backward_plainly(plain, step)
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-    same_params(model, plain)
 
 
 @on_ranks(4)
