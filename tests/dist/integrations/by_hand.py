@@ -50,11 +50,11 @@ def trainer(directory: Path, kind: str, how: Any, resume: bool) -> Curve:
 
 
 def sft(directory: Path, kind: str, how: Any, resume: bool) -> Curve:
-    return hugging_run(test_trl.supervised, directory, kind, how, resume)
+    return hugging_run(partial(test_trl.trained, "sft"), directory, kind, how, resume)
 
 
 def dpo(directory: Path, kind: str, how: Any, resume: bool) -> Curve:
-    return hugging_run(test_trl.preferred, directory, kind, how, resume)
+    return hugging_run(partial(test_trl.trained, "dpo"), directory, kind, how, resume)
 
 
 def hugging_run(run: Callable[..., Any], directory: Path, kind: str, how: Any, resume: bool) -> Curve:

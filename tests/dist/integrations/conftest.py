@@ -5,3 +5,4 @@ from __future__ import annotations
 from tests.dist import pool
 
 pool.PRELOAD += ["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate", "peft", "lightning"]
+pool.PRELOAD += ["trl.trainer.sft_trainer", "trl.trainer.dpo_trainer"]

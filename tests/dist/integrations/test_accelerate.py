@@ -124,32 +124,6 @@ def test_no_sync_defers_reductions():
     assert [line.sent_bytes for line in lines] == [line.predicted_bytes for line in lines] != [0]
 
 
-@pytest.mark.parametrize("kind", ["tied", "lora"])
-def test_states_resume_on_another_world_and_strategy(pool: Pool, kind, tmp_path):
-    pool.run(4, stopped, str(tmp_path), kind)
-    if kind == "lora":
-        assert_base_left_out(tmp_path / "zeromesh_0")
-    for found, expected in pool.run(2, resumed, str(tmp_path), kind):
-        assert_same_curve(found, expected)
-
-
-def stopped(directory: str, kind: str) -> None:
-    with launched():
-        loop = Loop(kind, sharding())
-        loop.run(SAVED)
-        loop.accelerator.save_state(directory)
-
-
-def resumed(directory: str, kind: str) -> tuple[Curve, Curve]:
-    expected = plain(lambda: Loop(kind).run(STEPS))
-    with launched():
-        loop = Loop(kind, sharding("node=3", {"node": 2}))
-        loop.run(1)  # its states are replaced
-        loop.accelerator.load_state(directory)
-        assert loop.accelerator.step == 2 * SAVED
-        return loop.run(STEPS - SAVED, start=SAVED), expected[SAVED:]
-
-
 class Average:
     """A moving average as diffusers and many scripts keep it."""
 
@@ -173,45 +147,49 @@ class Average:
         self.shadow = [each.clone() for each in state["shadow"]]
 
 
-def averaged(loop: Loop, steps: int, average: Average) -> None:
-    for _ in range(steps):
-        loop.run(1)
+def averaged(loop: Loop, average: Average, start: int, stop: int) -> Curve:
+    found = []
+    for step in range(start, stop):
+        found += loop.run(1, start=step)
         average.step(loop.model)
+    return found
 
 
-def test_a_registered_average_resumes_on_another_world_and_strategy(pool: Pool, tmp_path):
-    pool.run(4, stopped_average, str(tmp_path))
-    pool.run(2, resumed_average, str(tmp_path))
+def test_states_and_a_registered_average_resume_on_another_world_and_strategy(pool: Pool, tmp_path):
+    pool.run(4, stopped, str(tmp_path))
+    assert_base_left_out(tmp_path / "zeromesh_0")
+    pool.run(2, resumed, str(tmp_path))
 
 
-def stopped_average(directory: str) -> None:
+def stopped(directory: str) -> None:
     with launched():
-        loop = Loop(how=sharding())
+        loop = Loop("lora", sharding())
         average = Average(loop.model)
         loop.accelerator.register_for_checkpointing(average)
-        averaged(loop, 2, average)
+        averaged(loop, average, 0, SAVED)
         loop.accelerator.save_state(directory)
 
 
-def resumed_average(directory: str) -> None:
-    def expected() -> dict[str, Any]:
-        loop = Loop()
+def resumed(directory: str) -> None:
+    def expected() -> tuple[Curve, dict[str, Any]]:
+        loop = Loop("lora")
         average = Average(loop.model)
-        averaged(loop, 3, average)
+        found = averaged(loop, average, 0, STEPS)
         average.copy_to(loop.model)
-        return {name: value.clone() for name, value in loop.model.state_dict().items()}
+        return found, {name: value.clone() for name, value in loop.model.state_dict().items()}
 
-    wanted = plain(expected)
+    expected_curve, wanted = plain(expected)
     with launched():
-        loop = Loop(how=sharding("node=3", {"node": 2}))
+        loop = Loop("lora", sharding("node=3", {"node": 2}))
+        loop.run(1)  # its states are replaced
         average = Average(loop.model)
         loop.accelerator.register_for_checkpointing(average)
         loop.accelerator.load_state(directory)
-        averaged(loop, 1, average)
+        assert loop.accelerator.step == 2 * SAVED
+        assert_same_curve(averaged(loop, average, SAVED, STEPS), expected_curve[SAVED:])
         average.copy_to(loop.model)
-        found = zm.full_state_dict(loop.model)
-        for name in found:
-            torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-6)
+        for name, value in zm.full_state_dict(loop.model).items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)

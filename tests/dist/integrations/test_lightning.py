@@ -240,20 +240,17 @@ def played(directory: Path, how: zm.Sharding | None = None) -> tuple[list[float]
 @on_ranks(4)
 def test_two_optimizers_that_a_step_steps_itself(tmp_path):
     losses, weights = plain(lambda: played(tmp_path / "plain"))
-    for strategy in STRATEGIES:
-        with started():
-            found, own = played(tmp_path / strategy, sharding(strategy))
-        assert found == pytest.approx(losses, abs=1e-6) and len(found) == 6
-        if dist.get_rank() == 0:
-            torch.testing.assert_close(own, weights, rtol=0, atol=1e-6)
+    with started():
+        found, own = played(tmp_path / "sharded", sharding())
+    assert found == pytest.approx(losses, abs=1e-6) and len(found) == 6
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(own, weights, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["tied", "lora"])
-def test_resumes_on_another_world_and_strategy(pool: Pool, kind, tmp_path):
-    pool.run(4, stopped, str(tmp_path), kind)
-    if kind == "lora":
-        assert_base_left_out(tmp_path / "whole.ckpt")
-    for found, expected in pool.run(2, resumed, str(tmp_path), kind):
+def test_resumes_on_another_world_and_strategy(pool: Pool, tmp_path):
+    pool.run(4, stopped, str(tmp_path), "lora")
+    assert_base_left_out(tmp_path / "whole.ckpt")
+    for found, expected in pool.run(2, resumed, str(tmp_path), "lora"):
         assert_same_curve(found, expected)
 
 
@@ -355,7 +352,7 @@ def test_fabric_trains_and_resumes(pool: Pool, tmp_path):
 
 
 def fabric_stopped(directory: str) -> None:
-    for strategy, kind in zip(STRATEGIES, ("tied", "lora", "llama"), strict=True):
+    for strategy, kind in zip(STRATEGIES[:2], ("tied", "lora"), strict=True):
         expected = plain(lambda kind=kind: FabricLoop(kind).run(STEPS))
         with started():
             loop = FabricLoop(kind, sharding(strategy))

