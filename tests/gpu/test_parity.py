@@ -5,7 +5,10 @@ The same comparison with plain training as on the host, under the same delays: h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +16,11 @@ import torch
 import zeromesh as zm
 from tests.dist.engine.delays import delays
 from tests.dist.engine.reference import Case, Unequal, backward, check, mesh_of, sharded
-from tests.dist.engine.test_delays import STRATEGIES
-from tests.dist.engine.test_streams import ON_STREAMS
+from tests.dist.engine.test_delays import FAULTS, STRATEGIES
 from tests.dist.pool import Pool, on_ranks
 from tests.gpu.conftest import TIMEOUT_S
 from tests.pure.strategy.mixes import mixes, notation
+from zeromesh.comm import lane
 from zeromesh.engine.api import engine_of
 
 CASE = Case(steps=2, micro_batches=2, optimizer="both", device="cuda")
@@ -76,6 +79,24 @@ def trained(strategy: str, case: Case) -> list[torch.Tensor]:
 
 LATE_S = 0.05
 """More than what the host is behind the device."""
+
+
+@contextmanager
+def without_start_of_streams() -> Iterator[None]:
+    """On CUDA: lanes do not wait for the computation before they read what it has written."""
+
+    def put(self, job, ticket):
+        with self._stream:
+            error = self.run(job, ticket.label)
+        ticket._finish(error, self._stream.record_event(), self._stream.device, job)
+
+    with mock.patch.object(lane._Stream, "put", put):
+        yield
+
+
+ON_STREAMS = FAULTS | {
+    "the computation, before a lane reads its results": ("node=3,cluster=1", without_start_of_streams)
+}
 
 
 @pytest.mark.parametrize("wait", ON_STREAMS)

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm import Lane, Ticket, lane, transport
+from zeromesh.comm import Lane, Ticket, transport
 from zeromesh.schedule import Interpreter
 
 CYCLES_PER_S = 1.5e9
@@ -133,16 +133,3 @@ def without_order_of_lanes() -> Iterator[None]:
         finally:
             for ticket in left:
                 ticket.wait()
-
-
-@contextmanager
-def without_start_of_streams() -> Iterator[None]:
-    """On CUDA: lanes do not wait for the computation before they read what it has written."""
-
-    def put(self, job, ticket):
-        with self._stream:
-            error = self.run(job, ticket.label)
-        ticket._finish(error, self._stream.record_event(), self._stream.device, job)
-
-    with mock.patch.object(lane._Stream, "put", put):
-        yield

@@ -12,7 +12,7 @@ from torch import optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeromesh as zm
-from tests.dist.engine.reference import Case, Net, backward, mesh_of, sharded
+from tests.dist.engine.reference import Case, Net, backward, mesh_of, sharded, take_step
 from tests.dist.engine.test_communication import LOSSLESS
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
@@ -23,26 +23,23 @@ SPECIAL = ["node=3,cluster=3k;prefetch=3", "node=1@/fp32,cluster=3@fp32/bf16"]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "precision"),
-    [(text, "bf16-wire") for text in (*LOSSLESS, *SPECIAL)]
-    + [(text, "fp64") for text in ("node=3,cluster=1", "node=1,cluster=1", *SPECIAL)],
+    ("precision", "strategies"),
+    [("bf16-wire", [*LOSSLESS[::2], *SPECIAL]), ("fp64", ["node=3,cluster=1", "node=1,cluster=1", *SPECIAL])],
 )
 @on_ranks(4)
-def test_predicted_is_allocated(strategy, precision):
+def test_predicted_is_allocated(precision, strategies):
     case = Case(precision=precision, micro_batches=1)
-    with sharded(strategy, case, mesh_of(2, 2)) as (model, optimizer):
-        buffers = [tensor.data_ptr() for tensor in working_buffers(engine_of(model))]
-        for step in range(2):
-            backward(model, case, step)
-            optimizer.step()
-            optimizer.zero_grad()
-        # Torch's optimizers make no states for what never has a gradient: two moments, in the master's dtype.
-        never = [p for p in engine_of(model).optimizer_params() if p.requires_grad and "unused" in p.full_name]
-        unmade = 2 * sum(param.local.nbytes for param in never)
-        for line in zm.memory_report(model, optimizer.members[0]):
-            missing = unmade if line.kind in ("optimizer", "total") else 0
-            assert line.predicted_bytes == line.allocated_bytes + missing, line
-        assert [tensor.data_ptr() for tensor in working_buffers(engine_of(model))] == buffers
+    for strategy in strategies:
+        with sharded(strategy, case, mesh_of(2, 2)) as (model, optimizer):
+            buffers = [tensor.data_ptr() for tensor in working_buffers(engine_of(model))]
+            take_step(model, optimizer, case, 0)
+            # Torch's optimizers make no states for what never has a gradient: two moments, in the master's dtype.
+            never = [p for p in engine_of(model).optimizer_params() if p.requires_grad and "unused" in p.full_name]
+            unmade = 2 * sum(param.local.nbytes for param in never)
+            for line in zm.memory_report(model, optimizer.members[0]):
+                missing = unmade if line.kind in ("optimizer", "total") else 0
+                assert line.predicted_bytes == line.allocated_bytes + missing, (strategy, line)
+            assert [tensor.data_ptr() for tensor in working_buffers(engine_of(model))] == buffers
 
 
 @on_ranks(4)
@@ -106,7 +103,8 @@ def optimizer_line(model, optimizer):
 @on_ranks(4)
 def test_optimizer_states_are_predicted_before_the_first_step(precision):
     case = Case(precision=precision, micro_batches=1)
-    for name, (make, first_states, second_states) in OPTIMIZERS.items():
+    for name in [*OPTIMIZERS][precision == "fp32" :: 2]:
+        make, first_states, second_states = OPTIMIZERS[name]
         model = zm.shard(case.build(), mesh_of(2, 2), "node=3,cluster=1", **case.shard_options())
         masters = optimizer_line(model, None).predicted_bytes
         assert (masters > 0) == (precision != "fp32")
@@ -176,13 +174,7 @@ class Allocated(TorchDispatchMode):
 def test_a_further_backward_before_the_step_sets_aside_what_is_shown():
     """This rank's part of each gradient, and nothing else; nothing where they were dropped."""
     case = Case(precision="bf16-wire", micro_batches=1)
-    for strategy in (
-        "node=3,cluster=1",
-        "node=2,cluster=0",
-        "node=3,cluster=3",
-        "node=1,cluster=1",
-        "node=0,cluster=0",
-    ):
+    for strategy in ("node=2,cluster=0", "node=3,cluster=3", "node=1,cluster=1"):
         with sharded(f"{strategy};overlap=none", case, mesh_of(2, 2)) as (model, _):
             backward(model, case, 0)
             shown = sorted(p.grad.local.numel() for p in model.parameters() if p.grad is not None)
@@ -207,7 +199,7 @@ def storages_alive():
     return found
 
 
-@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=1", "node=3,cluster=3k", "node=2,cluster=0"])
+@pytest.mark.parametrize("strategy", ["node=1,cluster=1", "node=3,cluster=3k"])
 @on_ranks(4)
 def test_nothing_is_held_that_the_report_does_not_count(strategy):
     case = Case(precision="bf16-wire", micro_batches=3)
@@ -215,11 +207,8 @@ def test_nothing_is_held_that_the_report_does_not_count(strategy):
     older = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]  # alive, so that addresses stay theirs
     before = storages_alive()
     with sharded(strategy, case, mesh_of(2, 2)) as (model, optimizer):
-        for step in range(3):
-            backward(model, case, step)
-            zm.clip_grad_norm_(model, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+        for step in range(2):
+            take_step(model, optimizer, case, step)
         engine = engine_of(model)
         engine.at_rest()
         gc.collect()
@@ -236,17 +225,13 @@ def test_nothing_is_held_that_the_report_does_not_count(strategy):
     del older
 
 
-@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=2", "node=3,cluster=3k"])
+@pytest.mark.parametrize("strategy", ["node=1,cluster=2", "node=3,cluster=3k"])
 @on_ranks(4)
 def test_deleting_the_model_frees_everything_at_once(strategy):
-    case = Case(micro_batches=2)
+    case = Case()
     model = zm.shard(case.build(), mesh_of(2, 2), strategy, **case.shard_options())
     optimizer = case.make_optimizer(model.parameters())
-    for step in range(2):
-        backward(model, case, step)
-        zm.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    take_step(model, optimizer, case, 0)
     engine = engine_of(model)
     with zm.record_trace(model) as recording:
         backward(model, case, 0)
@@ -254,15 +239,18 @@ def test_deleting_the_model_frees_everything_at_once(strategy):
     assert recording.steps
     engine.at_rest()
     held = [tensor for unit in engine.units for buffer in unit.buffers for tensor in persistent(buffer).values()]
-    watched = [weakref.ref(tensor) for tensor in (*held, *working_buffers(engine), *engine.optimizer_params())]
-    watched += [weakref.ref(tensor) for s in engine.backend.scratch.values()
-                for tensor in (s.staging, s.workspace)]  # fmt: skip
+    scratch = [tensor for s in engine.backend.scratch.values() for tensor in (s.staging, s.workspace)]
+    threads = engine.backend.lanes.values()
+    watched = [
+        weakref.ref(each)
+        for each in (model, engine, *threads, *held, *working_buffers(engine), *scratch, *engine.optimizer_params())
+    ]
     gc.collect()
     gc.disable()  # what only the collector can free is held until it happens to run
     try:
-        del engine, held, model, optimizer, recording
-        alive = [tensor for ref in watched if (tensor := ref()) is not None]
-        assert not alive, [tensor.shape for tensor in alive]
+        del engine, held, scratch, threads, model, optimizer, recording
+        alive = [one for ref in watched if (one := ref()) is not None]
+        assert not alive, [type(one) for one in alive]
     finally:
         gc.enable()
 

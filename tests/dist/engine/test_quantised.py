@@ -23,15 +23,7 @@ from zeromesh.errors import ZeromeshError
 from zeromesh.schedule import BufferLayout
 from zeromesh.wires import coded
 
-WIDTH, MICRO_BATCHES, STEPS = 48, 3, 12
-QUANTISED = [
-    "node=0@/int8,cluster=2@bf16/int4",
-    "node=1@int8/int8,cluster=0@/int4",
-    "node=3@int8/int4+ef,cluster=3k@int8/int4+ef",
-    "node=3d@int8/int4,cluster=1@/int4",
-    "node=3@int8[64]/int4[32]+ef,cluster=3k@int8[256]/int4[8]",
-]
-THREE_AXES = "node=3@int8/int4,cluster=3k@int8/int4,region=0@/int8+ef"
+WIDTH, MICRO_BATCHES, LR = 48, 3, 2e-3
 
 
 class Net(nn.Module):
@@ -57,7 +49,7 @@ def loss_of(model: nn.Module, step: int, micro: int) -> Tensor:
 
 def train(model: nn.Module, steps: int) -> list[float]:
     """Losses of all steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     losses = []
     for step in range(steps):
         total = torch.zeros(())
@@ -73,59 +65,66 @@ def train(model: nn.Module, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("strategy", QUANTISED)
-@on_ranks(4)
-def test_close_to_lossless(strategy):
-    close_to_lossless(strategy, 2, 2)
+STRATEGIES = {
+    (2, 2): (
+        "node=0@/int4+ef,cluster=0@/int4+ef",
+        "node=0@/int8,cluster=2@bf16/int4",
+        "node=1@int8/int8,cluster=0@/int4",
+        "node=3d@int8/int4,cluster=1@/int4",
+        "node=3@int8[64]/int4[32]+ef,cluster=3k@int8[256]/int4[8]",
+    ),
+    (2, 2, 2): ("node=3@int8/int4,cluster=3k@int8/int4,region=0@/int8+ef",),
+}
 
 
-@on_ranks(8)
-def test_close_to_lossless_over_three_axes():
-    close_to_lossless(THREE_AXES, 2, 2, 2)
+@pytest.mark.parametrize("shape", STRATEGIES)
+def test_close_to_lossless(pool: Pool, shape):
+    pool.run(math.prod(shape), close_to_lossless, shape)
 
 
-def close_to_lossless(strategy: str, *shape: int) -> None:
+def close_to_lossless(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    base, mesh = Net(), mesh_of(*shape)
-    layout = zm.Strategy.parse(strategy)
-    plain = zm.shard(copy.deepcopy(base), mesh, ",".join(f"{a.name}={a.stage.value}" for a in layout.axes))
-    expected = train(plain, steps=STEPS)
-    model = zm.shard(base, mesh, strategy)
-    with zm.traffic_report(model, micro_batches=MICRO_BATCHES) as traffic:
-        losses = train(model, steps=STEPS)
-    assert losses[-1] < 0.9 * losses[0]
-    # The noise of one int4 step is not averaged away in so few steps of 48 sequences: 3 %; long runs must reach 1 %.
-    assert losses[-1] == pytest.approx(expected[-1], rel=0.03), (losses[-1], expected[-1])
-    assert losses != expected, "nothing was quantised"
-    # The first refresh has nothing to do: traffic of so many steps lacks one.
-    for line in traffic.lines(steps=STEPS):
-        assert 0.9 * line.predicted_bytes <= line.sent_bytes <= line.predicted_bytes
-    for line in zm.memory_report(model):
-        assert line.predicted_bytes == line.allocated_bytes
+    base, steps = Net(), 6
+    for strategy in STRATEGIES[shape]:
+        stages = ",".join(f"{axis.name}={axis.stage.value}" for axis in zm.Strategy.parse(strategy).axes)
+        expected = train(zm.shard(copy.deepcopy(base), mesh_of(*shape), stages), steps)
+        model = zm.shard(copy.deepcopy(base), mesh_of(*shape), strategy)
+        with zm.traffic_report(model, micro_batches=MICRO_BATCHES) as traffic:
+            losses = train(model, steps)
+        assert losses[-1] < 0.9 * losses[0]
+        # The noise of int4 is not averaged away in so few steps of 48 sequences: 3 %; long runs must reach 1 %.
+        assert losses[-1] == pytest.approx(expected[-1], rel=0.03), (losses[-1], expected[-1])
+        assert losses != expected, "nothing was quantised"
+        # The first refresh has nothing to do: traffic of so many steps lacks one.
+        for line in traffic.lines(steps=steps):
+            assert 0.8 * line.predicted_bytes <= line.sent_bytes <= line.predicted_bytes
+        for line in zm.memory_report(model):
+            assert line.predicted_bytes == line.allocated_bytes
+        for buffer in (buffer for unit in engine_of(model).units for buffer in unit.buffers):
+            assert buffer.master is not None
+            held: list[tuple[int, Tensor]] = [(0, buffer.master)] * dist.get_world_size()
+            dist.all_gather_object(held, (buffer.state_range.start, buffer.master))
+            for start, master in held:  # replicas are equal to the bit
+                assert start != buffer.state_range.start or torch.equal(master, buffer.master)
 
 
-REDUCTIONS = [
-    (3, "node=3@/int4"),
-    (3, "node=2@/int8"),
-    (3, "node=1@/int4+ef"),
-    (2, "node=0@/int4"),
-    (2, 2, "node=3@/int8,cluster=3k@/int8"),
-    (2, 2, "node=3@/int4,cluster=3k@/int4"),
-    (2, 2, "node=3@/int4+ef,cluster=3@/int4+ef"),
-    (2, 2, "node=3@/int4[32]+ef,cluster=0@/int8[1024]"),
-    (2, 2, "node=3@/int8,cluster=1@/int4"),
-    (2, 2, "node=1@/int8,cluster=0@/int4"),
-    (2, 3, "node=0,cluster=0@/int4"),  # of a share, which the inner axis has summed and gathers again
-    (2, 2, "node=0@/int8,cluster=2@/int4"),
-    (2, 2, "node=3d@/int4,cluster=3@/int8"),
-    (2, 2, "node=3dk@/int8+ef,cluster=1@/int4+ef"),
-    (2, 3, "node=3@/int8,cluster=3d@/int4"),
-    (2, 2, 2, "node=3@/int8,cluster=3@/int8,region=3k@/int8"),
-    (2, 2, 2, "node=3@/int8,cluster=2@/int8,region=0@/int4"),
-    (2, 2, 2, "node=3d@/int8+ef,cluster=1@/int4+ef,region=0@/int8+ef"),
-    (2, 2, 2, "node=0,cluster=0,region=0@/int8+ef"),
-]
-"""Shapes, innermost first, and quantised gradients on all axes, or on the outermost of several replicated ones."""
+REDUCTIONS: dict[tuple[int, ...], tuple[str, ...]] = {
+    (3,): ("node=3@/int4", "node=1@/int4+ef"),
+    (2, 2): (
+        "node=3@/int8,cluster=3k@/int8",
+        "node=3@/int4+ef,cluster=3@/int4+ef",
+        "node=3@/int4[32]+ef,cluster=0@/int8[1024]",
+        "node=1@/int8,cluster=0@/int4",
+        "node=0@/int8,cluster=2@/int4",
+        "node=3dk@/int8+ef,cluster=1@/int4+ef",
+    ),
+    (2, 3): (
+        "node=0,cluster=0@/int4",  # of a share, which the inner axis has summed and gathers again
+        "node=3@/int8,cluster=3d@/int4",
+    ),
+    (2, 2, 2): ("node=3@/int8,cluster=2@/int8,region=0@/int4", "node=0,cluster=0,region=0@/int8+ef"),
+}
+"""By shape, innermost first: quantised gradients on all axes, or on the outermost of several replicated ones."""
 
 
 def allowed(placed: BufferLayout) -> float:
@@ -181,12 +180,16 @@ def off(strategy: str, *shape: int, device: str = "cpu") -> tuple[float, float]:
     return float(worst[0]), float(worst[1])
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_gradients_are_within_the_bound_of_their_axes(pool: Pool, reduction):
-    *shape, strategy = reduction
-    (worst, zeros), *_ = pool.run(math.prod(shape), off, strategy, *shape)
-    assert worst <= 1
-    assert zeros > 1.5, "gradients that are lost as a whole must be seen"
+@pytest.mark.parametrize("shape", REDUCTIONS)
+def test_gradients_are_within_the_bound_of_their_axes(pool: Pool, shape):
+    pool.run(math.prod(shape), within_the_bound, shape)
+
+
+def within_the_bound(shape: tuple[int, ...]) -> None:
+    for strategy in REDUCTIONS[shape]:
+        worst, zeros = off(strategy, *shape)
+        assert worst <= 1, strategy
+        assert zeros > 1.5, "gradients that are lost as a whole must be seen"
 
 
 def lost_contribution(run: Any, step: Step, accumulate: bool) -> None:
@@ -208,47 +211,27 @@ def summed_not_averaged(run: Any, step: Step, accumulate: bool) -> None:
     run(replace(step, call=partial(step.call, scale=1.0)), accumulate)
 
 
-def off_with(fault: Any, strategy: str, *shape: int) -> tuple[float, float]:
-    run = Step.run
-
-    def faulty(step, accumulate=False):
-        if step.operation == "reduce_scatter":
-            fault(run, step, accumulate)
-        else:
-            run(step, accumulate)
-
-    with mock.patch.object(Step, "run", faulty):
-        return off(strategy, *shape)
+FAULTS = {
+    lost_contribution: "node=3@/int8,cluster=3k@/int8",
+    lost_result: "node=3@/int4+ef,cluster=3@/int4+ef",
+    lost_micro_batch: "node=3@/int8,cluster=3k@/int8",
+    summed_not_averaged: "node=3@/int4+ef,cluster=3@/int4+ef",
+}
 
 
-@pytest.mark.parametrize("fault", [lost_contribution, lost_result, lost_micro_batch, summed_not_averaged])
-def test_faults_are_out_of_the_bound(pool: Pool, fault):
-    for strategy in ("node=3@/int8,cluster=3k@/int8", "node=3@/int4+ef,cluster=3@/int4+ef"):
-        (worst, _), *_ = pool.run(4, off_with, fault, strategy, 2, 2)
-        assert worst > 1, strategy
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "node=3@int8/int4,cluster=0@/int4",
-        "node=0@/int8,cluster=0@/int4",
-        "node=0@/int4+ef,cluster=0@/int4+ef",
-        "node=0,cluster=0@/int4",
-    ],
-)
 @on_ranks(4)
-def test_replicas_stay_equal_to_the_bit(strategy):
-    torch.manual_seed(0)
-    model = zm.shard(Net(), mesh_of(2, 2), strategy)
-    train(model, steps=4)
-    for unit in engine_of(model).units:
-        for buffer in unit.buffers:
-            assert buffer.master is not None
-            held: list[tuple[int, Tensor]] = [(0, buffer.master)] * dist.get_world_size()
-            dist.all_gather_object(held, (buffer.state_range.start, buffer.master))
-            for start, master in held:
-                assert start != buffer.state_range.start or torch.equal(master, buffer.master)
+def test_faults_are_out_of_the_bound():
+    run = Step.run
+    for fault, strategy in FAULTS.items():
+
+        def faulty(step, accumulate=False, fault=fault):
+            if step.operation == "reduce_scatter":
+                fault(run, step, accumulate)
+            else:
+                run(step, accumulate)
+
+        with mock.patch.object(Step, "run", faulty):
+            assert off(strategy, 2, 2)[0] > 1, fault
 
 
 @on_ranks(4)
@@ -257,9 +240,9 @@ def test_kept_copies_are_messages_and_give_the_same_bits():
     base, mesh = Net(), mesh_of(2, 2)
     dropped, kept = "node=3@int8/int4,cluster=3@int8/int4", "node=3@int8/int4,cluster=3k@int8/int4"
     with mock.patch.dict("os.environ", {"ZEROMESH_DEBUG": "1"}):  # backwards must see what forwards saw
-        expected = train(zm.shard(copy.deepcopy(base), mesh, dropped), steps=4)
+        expected = train(zm.shard(copy.deepcopy(base), mesh, dropped), steps=2)
         model = zm.shard(base, mesh, kept)
-        losses = train(model, steps=4)
+        losses = train(model, steps=2)
     assert losses == expected
     copies = [b.kept for unit in engine_of(model).units for b in unit.buffers if b.kept is not None]
     # Half of a block's 48 * 48 + 48 elements, as one message of each of two ranks: 5 blocks of 128 codes and a scale.
@@ -268,17 +251,15 @@ def test_kept_copies_are_messages_and_give_the_same_bits():
 
 def reduced(strategy: str, steps: int) -> list[Tensor]:
     """This rank's slices of the gradients of the same batch, added up over steps that change nothing."""
-    torch.manual_seed(0)
-    model = zm.shard(Net(), mesh_of(2, 2), strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    totals: list[Tensor] = []
+    model, optimizer = model_of(strategy)
+    totals = [torch.zeros_like(param.local) for param in model.parameters()]
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(steps):
         for micro in range(2):
             with zm.accumulate(model, last=micro == 1):
                 (model(x) - x.roll(1, 1)).square().mean().backward()
-        grads = [p.grad.local.clone() for p in model.parameters()]
-        totals = grads if not totals else [t + g for t, g in zip(totals, grads, strict=True)]
+        for total, param in zip(totals, model.parameters(), strict=True):
+            total += param.grad.local
         optimizer.step()
         optimizer.zero_grad()
     return totals
@@ -286,20 +267,15 @@ def reduced(strategy: str, steps: int) -> list[Tensor]:
 
 @on_ranks(4)
 def test_what_is_lost_is_sent_later():
-    """The sum of gradients over 20 steps misses the exact one by what is owed in the end: as much as over 4."""
+    """The sum of gradients over 14 steps misses the exact one by what is owed in the end: as much as over 3."""
     exact = reduced("node=3,cluster=0", 1)
 
     def missed(strategy: str, steps: int) -> float:
-        got = reduced(strategy, steps)
-        worst = torch.tensor(
-            max(float((a - steps * b).abs().max()) for a, b in zip(got, exact, strict=True) if b.numel())
-        )
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        return float(worst)
+        return largest([a - steps * b for a, b in zip(reduced(strategy, steps), exact, strict=True)])
 
-    fed_back = missed("node=3@/int4+ef,cluster=0@/int4+ef", 20)
-    assert fed_back < 2 * missed("node=3@/int4+ef,cluster=0@/int4+ef", 4)
-    assert missed("node=3@/int4,cluster=0@/int4", 20) > 2 * fed_back
+    fed_back = missed("node=3@/int4+ef,cluster=0@/int4+ef", 14)
+    assert fed_back < 2 * missed("node=3@/int4+ef,cluster=0@/int4+ef", 3)
+    assert missed("node=3@/int4,cluster=0@/int4", 14) > 2 * fed_back
 
 
 @on_ranks(4)
@@ -327,41 +303,35 @@ def largest(tensors: list[Tensor]) -> float:
     return float(found)
 
 
-def model_of(strategy: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_of(strategy: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     """One whose steps change nothing."""
     torch.manual_seed(0)
-    model = zm.shard(Net(), mesh_of(2, 2), strategy)
+    model = zm.shard(Net(), mesh_of(2, 2), strategy, **options)
     return model, torch.optim.SGD(model.parameters(), lr=0.0)
 
 
 FED_BACK = ["node=0@/int4+ef,cluster=0", "node=2@/int4+ef,cluster=1@/int8+ef", "node=3@/int4+ef,cluster=3@/int4+ef"]
 
 
-@pytest.mark.parametrize("strategy", FED_BACK)
 @on_ranks(4)
-def test_equal_weights_change_no_bit(strategy):
+def test_equal_weights_change_no_bit():
     """Nor of what is owed: after steps of 2**14 tokens a rank come one of a single token, and again a long one."""
-    model, optimizer = model_of(strategy)
-    plain, other = model_of(strategy)
-    for weight in (2.0**14, 2.0**14, 1.0, 2.0**14):
-        weighted, unweighted = gradients(model, weight=weight), gradients(plain)
-        assert all(torch.equal(a, b) for a, b in zip(weighted, unweighted, strict=True))
-        optimizer.step()
-        optimizer.zero_grad()
-        other.step()
-        other.zero_grad()
+    for strategy in FED_BACK:
+        (model, optimizer), (plain, other) = model_of(strategy), model_of(strategy)
+        for weight in (2.0**14, 1.0, 2.0**14):
+            assert all(map(torch.equal, gradients(model, weight=weight), gradients(plain)))
+            for each in (optimizer, other):
+                each.step()
+                each.zero_grad()
 
 
-@pytest.mark.parametrize("drop", ["the model's", "the optimizer's"])
-@pytest.mark.parametrize("strategy", FED_BACK)
 @on_ranks(4)
-def test_a_gradient_that_is_thrown_away_owes_nothing(strategy, drop):
-    model, optimizer = model_of(strategy)
-    gradients(model, scale=1e6)
-    zm.zero_grad(model) if drop == "the model's" else optimizer.zero_grad()
-    after = gradients(model)
-    fresh, _ = model_of(strategy)
-    assert all(torch.equal(a, b) for a, b in zip(after, gradients(fresh), strict=True))
+def test_a_gradient_that_is_thrown_away_owes_nothing():
+    for strategy, of_model in zip(FED_BACK, (True, False, True), strict=True):
+        model, optimizer = model_of(strategy)
+        gradients(model, scale=1e6)
+        zm.zero_grad(model) if of_model else optimizer.zero_grad()
+        assert all(map(torch.equal, gradients(model), gradients(model_of(strategy)[0]))), strategy
 
 
 @pytest.mark.parametrize("strategy", ["node=1@/int4,cluster=0", "node=0@/int4,cluster=0@/int4"])
@@ -369,8 +339,9 @@ def test_a_gradient_that_is_thrown_away_owes_nothing(strategy, drop):
 def test_each_backward_is_rounded_anew(strategy):
     """Backwards that add to a gradient that is there already, without zm.accumulate: what rounding adds must differ."""
     model, _ = model_of(strategy)
-    exact = gradients(model_of("node=0,cluster=0")[0])
-    exact_of = dict(zip((name for name, _ in model.named_parameters()), exact, strict=True))
+    plain, _ = model_of("node=0,cluster=0")
+    gradients(plain)
+    exact = {param.full_name: param.grad.local for param in plain.parameters()}
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def missed(count: int) -> float:
@@ -378,38 +349,30 @@ def test_each_backward_is_rounded_anew(strategy):
         zm.zero_grad(model)
         for _ in range(count):
             (model(x) - x.roll(1, 1)).square().mean().backward()
-        errors = []
-        for name, param in model.named_parameters():
-            start = param.flat_start  # type: ignore[attr-defined]
-            mine = param.grad.local / count  # type: ignore[union-attr]
-            errors.append(mine - exact_of[name][start : start + len(mine)])
-        return float(torch.cat(errors).square().mean().sqrt())
+        own = [(p.grad.local / count, exact[p.full_name][p.flat_start :]) for p in model.parameters()]
+        return float(torch.cat([mean - wanted[: len(mean)] for mean, wanted in own]).square().mean().sqrt())
 
     assert missed(16) < missed(1) / 2
 
 
-@pytest.mark.parametrize("strategy", ["node=3,cluster=2", "node=1,cluster=0", "node=0,cluster=0"])
 @on_ranks(4)
-def test_weights_do_not_overflow_fp16(strategy):
+def test_weights_do_not_overflow_fp16():
     """A sum of 2**17 tokens' gradients is no number in fp16; in parts of the total it is the gradient."""
-    torch.manual_seed(0)
-    base = Net()
-    weighted = zm.shard(copy.deepcopy(base), mesh_of(2, 2), strategy, param_dtype=torch.float16)
-    plain = zm.shard(base, mesh_of(2, 2), strategy, param_dtype=torch.float16)
-    for weight in (2.0**17, 2.0**18, 2.0**17):
-        ours, theirs = gradients(weighted, weight=weight, scale=100.0), gradients(plain, scale=100.0)
-        assert largest(ours) > 0.5
-        close = [torch.allclose(a, b, rtol=2e-3, atol=1e-3) for a, b in zip(ours, theirs, strict=True)]
-        assert all(close)
-        zm.zero_grad(weighted)
-        zm.zero_grad(plain)
+    for strategy in ("node=3,cluster=2", "node=0,cluster=0"):
+        (weighted, _), (plain, _) = (model_of(strategy, param_dtype=torch.float16) for _ in range(2))
+        for weight in (2.0**17, 2.0**18):
+            ours, theirs = gradients(weighted, weight=weight, scale=100.0), gradients(plain, scale=100.0)
+            assert largest(ours) > 0.5
+            assert all(torch.allclose(a, b, rtol=2e-3, atol=1e-3) for a, b in zip(ours, theirs, strict=True))
+            zm.zero_grad(weighted)
+            zm.zero_grad(plain)
 
 
+NOT_FP64 = "a quantised wire carries fp32, bf16 or fp16 values; got torch.float64"
 REFUSED = {
-    "node=3@int8/int4,cluster=0": "axis node: a quantised wire carries fp32, bf16 or fp16 values; got torch.float64",
-    "node=3,cluster=3@/int8": "axis cluster: a quantised wire carries fp32, bf16 or fp16 values; got torch.float64",
-    "node=1,cluster=0@/int4+ef": "axis cluster: a quantised wire carries fp32, bf16 or fp16 values; got torch.float64",
-    "node=1@int8/,cluster=0": "axis node: a quantised wire carries fp32, bf16 or fp16 values; got torch.float64",
+    "node=3@int8/int4,cluster=0": f"axis node: {NOT_FP64}",
+    "node=1,cluster=0@/int4+ef": f"axis cluster: {NOT_FP64}",
+    "node=1@int8/,cluster=0": f"axis node: {NOT_FP64}",
     "node=3@bf16,cluster=3@fp32": "parameters in fp64 cannot be gathered over axes in .* of other widths",
 }
 
@@ -422,7 +385,7 @@ def test_what_is_refused_leaves_the_model_as_it_was():
         before = [param.clone() for param in base.parameters()]
         with pytest.raises(ZeromeshError, match=message):
             zm.shard(base, mesh_of(2, 2), strategy)
-        assert all(param.equal(value) for param, value in zip(base.parameters(), before, strict=True)), strategy
+        assert all(map(torch.equal, base.parameters(), before)), strategy
         loss_of(zm.shard(base.float(), mesh_of(2, 2), "node=3,cluster=0"), 0, 0).backward()
 
 

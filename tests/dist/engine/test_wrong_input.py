@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn, optim
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeromesh as zm
-from tests.dist.engine.reference import Case, backward, batch, loss_of, mesh_of, sharded
+from tests.dist.engine.reference import Case, backward, batch, loss_of, mesh_of
 from tests.dist.features.parity import net as plain_net
 from tests.dist.pool import kept, on_ranks
 from zeromesh.errors import (
@@ -31,68 +31,53 @@ def shard(model: nn.Module, strategy, mesh=None, **options):
     return zm.shard(model, mesh or mesh_of(2), strategy, **options)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "error", "message"),
-    [
-        ("node=4", NotationError, r"stage must be one of 0, 1, 2, 3, 3k, 3d, 3dk; got '4'"),
-        ("node:3", NotationError, r"a strategy is axis=stage terms.* or a preset; got 'node:3'"),
-        ("hdsp", NotationError, r"got 'hdsp': did you mean hsdp"),
-        ("hsdp", NotationError, r"preset hsdp has 2 levels, the mesh has 1: node"),
-        ("nod=3", MeshError, r"the mesh has no axis 'nod' .*did you mean node\?"),
-        ("node=3,cluster=0", MeshError, r"the mesh has no axis 'cluster'"),
-        ("node[4]=3,node[2]=0", MeshError, r"needs node to have 8 ranks; this mesh has 2"),
-    ],
+ON_TWO_RANKS = (
+    ({"strategy": "node=4"}, NotationError, r"stage must be one of 0, 1, 2, 3, 3k, 3d, 3dk; got '4'"),
+    ({"strategy": "node:3"}, NotationError, r"a strategy is axis=stage terms.* or a preset; got 'node:3'"),
+    ({"strategy": "hdsp"}, NotationError, r"got 'hdsp': did you mean hsdp"),
+    ({"strategy": "hsdp"}, NotationError, r"preset hsdp has 2 levels, the mesh has 1: node"),
+    ({"strategy": "nod=3"}, MeshError, r"the mesh has no axis 'nod' .*did you mean node\?"),
+    ({"strategy": "node=3,cluster=0"}, MeshError, r"the mesh has no axis 'cluster'"),
+    ({"strategy": "node[4]=3,node[2]=0"}, MeshError, r"needs node to have 8 ranks; this mesh has 2"),
+    ({"units": ["Blok"]}, ModelError, r"no module of class Blok is in the model.*did you mean Block\?"),
+    ({"resident": ["layers.9"]}, ModelError, r"resident unit 'layers\.9' is not a unit of the model: did you mean"),
 )
+
+
 @on_ranks(2)
-def test_strategy(strategy, error, message):
-    with pytest.raises(error, match=message):
-        shard(CASE.build(), strategy)
+def test_arguments_of_shard():
+    for options, error, message in ON_TWO_RANKS:
+        with pytest.raises(error, match=message):
+            shard(CASE.build(), **{"strategy": "node=3"} | options)
+    with pytest.raises(MeshError, match=r"dimensions need names: init_device_mesh\(.*mesh_dim_names="):
+        shard(CASE.build(), "node=3", kept(init_device_mesh, "cpu", (2,)))
+    with pytest.raises(MeshError, match="a mesh is needed on 2 ranks: make one with torch's init_device_mesh"):
+        zm.shard(CASE.build(), None, "node=3")
+    with pytest.raises(ModelError, match=r"Net is not sharded .*: call zm\.shard first"):
+        zm.clip_grad_norm_(CASE.build(), 1.0)
+    model = shard(CASE.build(), "node=3")
+    with pytest.raises(ModelError, match=r"sharded already; zm\.shard is called once"):
+        shard(model, "node=3")
+    with pytest.raises(ModelError, match=r"Block is not sharded \(or is a part of a sharded model\)"):
+        zm.zero_grad(model.layers[0])
 
 
 @on_ranks(4)
-def test_stages_that_cannot_stand_together():
+def test_stages_and_wires_that_cannot_stand_together():
     with pytest.raises(NotationError, match=r"node=2 cannot stand with cluster=3d: .* use cluster=3, or node=1 or 3d"):
         shard(CASE.build(), "node=2,cluster=3d", mesh_of(2, 2))
-
-
-@on_ranks(2)
-def test_mesh_without_names():
-    mesh = kept(init_device_mesh, "cpu", (2,))
-    with pytest.raises(MeshError, match=r"dimensions need names: init_device_mesh\(.*mesh_dim_names="):
-        shard(CASE.build(), "node=3", mesh)
-
-
-@on_ranks(2)
-def test_no_mesh_on_two_ranks():
-    with pytest.raises(MeshError, match="a mesh is needed on 2 ranks: make one with torch's init_device_mesh"):
-        zm.shard(CASE.build(), None, "node=3")
+    message = r"parameters in fp64 cannot be gathered over axes in fp32 and in bf16, of other widths"
+    with pytest.raises(NotationError, match=message):
+        shard(CASE.build().double(), "node=3@bf16/,cluster=3@fp32/", mesh_of(2, 2))
+    shard(CASE.build().double(), "node=3@bf16/,cluster=3@fp16/", mesh_of(2, 2))
 
 
 @on_ranks(3)
 def test_rank_outside_the_mesh():
-    from torch.distributed.device_mesh import DeviceMesh
-
     mesh = kept(DeviceMesh, "cpu", (0, 1), mesh_dim_names=("node",))
     if dist.get_rank() == 2:
         with pytest.raises(MeshError, match="rank 2 is not in the mesh"):
             shard(CASE.build(), "node=3", mesh)
-
-
-@on_ranks(2)
-def test_unknown_unit_class():
-    with pytest.raises(ModelError, match=r"no module of class Blok is in the model.*did you mean Block\?"):
-        shard(CASE.build(), "node=3", units=["Blok"])
-    with pytest.raises(ModelError, match=r"resident unit 'layers\.9' is not a unit of the model: did you mean"):
-        shard(CASE.build(), "node=3", resident=["layers.9"])
-
-
-@on_ranks(2)
-def test_sharded_twice_and_not_at_all():
-    model = shard(CASE.build(), "node=3")
-    with pytest.raises(ModelError, match=r"sharded already; zm\.shard is called once"):
-        shard(model, "node=3")
-    with pytest.raises(ModelError, match=r"Net is not sharded .*: call zm\.shard first"):
-        zm.clip_grad_norm_(CASE.build(), 1.0)
 
 
 @on_ranks(4)
@@ -209,62 +194,50 @@ def test_a_cluster_that_one_rank_does_not_know():
         zm.shard(plain_net(), mesh_of(4), "auto", cluster=name, workload=workload)
 
 
-@on_ranks(4)
-def test_wires_whose_regions_would_overlap():
-    message = r"parameters in fp64 cannot be gathered over axes in fp32 and in bf16, of other widths"
-    with pytest.raises(NotationError, match=message):
-        shard(CASE.build().double(), "node=3@bf16/,cluster=3@fp32/", mesh_of(2, 2))
-    shard(CASE.build().double(), "node=3@bf16/,cluster=3@fp16/", mesh_of(2, 2))
+class Derived(optim.SGD):
+    """Steps as torch's does, with an option of its own."""
+
+    def __init__(self, params, lr=0.1, tag=0):
+        super().__init__(params, lr=lr)
+        self.tag = tag
+
+
+class Overriding(Derived):
+    def step(self, closure=None):
+        return super().step(closure)
 
 
 @on_ranks(2)
-def test_optimizer_built_before_sharding():
+def test_optimizers_that_would_be_wrong_are_refused():
     net = CASE.build()
-    optimizer = torch.optim.AdamW(net.parameters())
+    early = optim.AdamW(net.parameters())
     model = shard(net, "node=3")
     backward(model, CASE, 0)
-    with pytest.raises(OptimizerError, match=r"AdamW holds 'embed.weight' as it was before zm\.shard.*after zm\.shard"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor", "Muon", "custom"])
-@on_ranks(2)
-def test_optimizer_that_is_not_elementwise(kind):
-    model = shard(CASE.build(), "node=3")
     before = zm.full_state_dict(model)
-    params = list(model.parameters())
-    if kind == "Muon":
-        params = [param for param in params if param.ndim == 2]
-    if kind == "custom":
-        optimizer = type("Lamb", (torch.optim.SGD,), {"__module__": "elsewhere", "step": lambda self, closure: None})(
-            params, lr=0.1
-        )
-    else:
-        optimizer = getattr(torch.optim, kind)(params)
-    backward(model, CASE, 0)
-    name = "Lamb" if kind == "custom" else kind
-    with pytest.raises(
-        OptimizerError, match=rf"must work element by element; .*{name} is not known to.*zm\.elementwise"
+    with pytest.raises(OptimizerError, match=r"AdamW holds 'embed.weight' as it was before zm\.shard.*after zm\.shard"):
+        early.step()
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    for kind, params in (
+        (optim.LBFGS, model.parameters()),
+        (optim.Adafactor, model.parameters()),
+        (optim.Muon, matrices),
+        (Overriding, model.parameters()),
     ):
-        optimizer.step(lambda: 0.0)
+        message = rf"must work element by element; .*{kind.__name__} is not known to.*zm\.elementwise"
+        with pytest.raises(OptimizerError, match=message):
+            kind(params).step(lambda: 0.0)
+    with pytest.raises(OptimizerError, match=r"needs all of"):
+        zm.elementwise(optim.Adafactor(model.parameters())).step()
     after = zm.full_state_dict(model)
     assert all(torch.equal(before[key], after[key]) for key in before)
-
-
-@on_ranks(2)
-def test_optimizer_that_the_user_vouches_for():
-    model = shard(CASE.build(), "node=3")
-    step = torch.optim.SGD.step
-    own = type("Mine", (torch.optim.SGD,), {"__module__": "elsewhere", "step": lambda self, closure=None: step(self)})
-    optimizer = zm.elementwise(own(model.parameters(), lr=0.1))
-    backward(model, CASE, 0)
-    optimizer.step()
+    for optimizer in (Derived(model.parameters()), zm.elementwise(Overriding(model.parameters()))):
+        optimizer.step()  # with gradients of before
 
 
 @on_ranks(2)
 def test_step_with_partial_gradients():
     model = shard(CASE.build(), "node=3")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
     tokens, targets, _ = batch(CASE, 0, 0, dist.get_rank())
     with zm.accumulate(model, last=False):
         loss_of(model, tokens, targets).backward()
@@ -275,50 +248,23 @@ def test_step_with_partial_gradients():
     optimizer.step()
 
 
-@pytest.mark.parametrize("kind", [2.0, 1.0, float("inf")])
-@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=0,cluster=2", "node=3,cluster=0"])
-@on_ranks(4)
-def test_plain_clipping_gives_the_same_norm(strategy, kind):
-    case = Case(micro_batches=2)
-    whole = case.build()
-    for rank in range(4):
-        for micro in range(2):
-            tokens, targets, _ = batch(case, 0, micro, rank)
-            (loss_of(whole, tokens, targets) / 8).backward()
-    full = [param for param in whole.parameters() if param.numel()]  # torch has no infinity norm of nothing
-    expected = float(torch.nn.utils.clip_grad_norm_(full, 0.3, norm_type=kind))
-    with sharded(strategy, case, mesh_of(2, 2)) as (model, _):
-        backward(model, case, 0)
-        ours = float(zm.clip_grad_norm_(model, float("inf"), norm_type=kind))
-        plain = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3, norm_type=kind))
-        again = float(zm.clip_grad_norm_(model, float("inf"), norm_type=kind))
-    # The model mixes fp32 and fp64, whose gradients a single process adds up in fp32 for some.
-    assert ours == pytest.approx(expected, rel=1e-6)
-    assert plain == pytest.approx(ours, rel=1e-12)
-    assert again == pytest.approx(min(0.3, ours), rel=1e-4)
-
-
 @on_ranks(2)
-def test_whole_tensor_functions_of_a_slice():
+def test_whole_tensors_and_slices():
     model = shard(CASE.build(), "node=3")
     param = next(iter(model.parameters()))
     with pytest.raises(OptimizerError, match=r"cumsum needs all of embed\.weight \(11, 7\).*use zm\.full_state_dict"):
         param.cumsum(0)
     assert param.shape == (11, 7) and param.ndim == 2 and param.local.dim() == 1
-
-
-@on_ranks(2)
-def test_state_that_does_not_fit():
-    model = shard(CASE.build(), "node=3")
-    state = zm.full_state_dict(model)
-    if dist.get_rank() == 0:
-        state["embed.weigth"] = state.pop("embed.weight")
-    with pytest.raises(ModelError, match=r"no parameter or buffer 'embed.weigth': did you mean embed.weight"):
-        zm.load_full_state_dict(model, state)
-    if dist.get_rank() == 0:
-        state["embed.weight"] = state.pop("embed.weigth")[:3]
-    with pytest.raises(ModelError, match=r"embed.weight must have shape \(11, 7\); the state's has \(3, 7\)"):
-        zm.load_full_state_dict(model, state)
+    good = CASE.build().state_dict()
+    rest = {name: 2 * value for name, value in good.items() if name != "embed.weight"}
+    for state, message in (
+        (rest | {"embed.weigth": rest["norm.bias"]}, r"no parameter or buffer 'embed.weigth': did you mean embed.w"),
+        (rest | {"embed.weight": torch.ones(3, 7)}, r"embed.weight must have shape \(11, 7\); the state's has \(3, 7"),
+        (rest, r"has no 'embed\.weight'"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            zm.load_full_state_dict(model, state if dist.get_rank() == 0 else {})
+    assert all(torch.equal(value, good[name]) for name, value in zm.full_state_dict(model).items())
 
 
 class Forked(nn.Module):
