@@ -122,7 +122,7 @@ def collected(strategy: str, case: Case) -> list[set[torch.dtype]]:
 
 @on_ranks(4)
 def test_where_gradients_are_copied_to():
-    for strategy in AXES[::2]:
+    for strategy in AXES[::4]:
         assert collected(strategy, CASE) == [{BF16}]
         assert collected(strategy, replace(CASE, micro_batches=2)) == [{FP32}] * 2
         assert collected(strategy, replace(CASE, micro_batches=2, every_last=True)) == [{BF16}] * 2

@@ -85,9 +85,21 @@ def net(**sizes: int) -> Net:
     return Net(**sizes).double()
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def tokens(step: int, micro: int, rank: int, vocabulary: int = 11, shape: tuple[int, ...] = (2, 4)) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    return torch.randint(0, vocabulary, shape, generator=generator)
+    return torch.randint(0, vocabulary, shape, generator=seeded(1000 * step + 10 * micro + rank))
+
+
+def vectors(width: int) -> DataOf:
+    """Data of three vectors."""
+    return lambda step, micro, rank: torch.randn(3, width, generator=seeded(100 * step + 10 * micro + rank)).double()
+
+
+def mean_square(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch).square().mean()
 
 
 def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -203,6 +215,7 @@ class Pair:
         data_of: batch by step, micro-batch and rank.
         micro_batches: of a step.
         prepare: changes both copies before sharding.
+        wrap: changes the sharded copy alone, before sharding: the plain one keeps its names.
         options: of `zm.shard`.
         bound: largest difference, relative or absolute.
         clip: norm to clip to; None neither clips nor looks at the norm.
@@ -215,17 +228,19 @@ class Pair:
     data_of: DataOf = tokens
     micro_batches: int = 2
     prepare: Callable[[nn.Module], object] = lambda model: None
+    wrap: Callable[[Any], object] = lambda model: None
     options: dict[str, Any] = field(default_factory=dict)
     bound: float = BOUND
     clip: float | None = None
     device: str = "cpu"
-    plain: nn.Module = field(init=False)
-    model: nn.Module = field(init=False)
+    plain: Any = field(init=False)
+    model: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self.plain, self.model = copy.deepcopy(self.base), copy.deepcopy(self.base)
         self.prepare(self.plain)
         self.prepare(self.model)
+        self.wrap(self.model)
         zm.shard(self.model, mesh_of_world(self.device), self.strategy, **self.options)
 
     def plain_backward(self, step: int, micros: Iterable[int] | None = None) -> None:
@@ -258,18 +273,16 @@ class Pair:
     def same_state(self) -> None:
         same_state(self.model, self.plain, self.bound)
 
-    def train(
-        self, steps: int = 2, make_optimizer: MakeOptimizer = adamw, after_step: Callable[[int], object] | None = None
-    ) -> None:
-        """Steps of both, compared all along."""
-        train_side_by_side([self], steps, make_optimizer, after_step)
+    def train(self, **arguments: Any) -> None:
+        train_side_by_side([self], **arguments)
 
 
 def train_side_by_side(
     pairs: Sequence[Pair],
-    steps: int,
+    steps: int = 2,
     make_optimizer: MakeOptimizer = adamw,
-    after_step: Callable[[int], object] | None = None,
+    after_step: Callable[[int], object] = lambda step: None,
+    set_to_none: bool = True,
 ) -> None:
     """Steps of several sharded copies of one model and of one plain copy, which is what costs; compared all along."""
     first = pairs[0]
@@ -288,18 +301,22 @@ def train_side_by_side(
                 close(zm.clip_grad_norm_(pair.model, first.clip), norm, f"norm of {pair.strategy}", pair.bound)
         for optimizer in (plain_optimizer, *optimizers):
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none)
         for pair in pairs:
             pair.same_params()
-        if after_step:
-            after_step(step)
+            assert set_to_none or not any(p.grad.local.any() for p in pair.model.parameters() if p.grad is not None)
+        after_step(step)
     for pair, optimizer in zip(pairs, optimizers, strict=True):
         same_optimizer_states(pair.model, optimizer, pair.plain, plain_optimizer, pair.bound)
         pair.same_state()
 
 
-def check(base: nn.Module, *strategies: str, steps: int = 2, **arguments: Any) -> list[Pair]:
+TRAINING = ("steps", "make_optimizer", "after_step", "set_to_none")
+
+
+def check(base: nn.Module, *strategies: str, **arguments: Any) -> list[Pair]:
     """Trains a `Pair` for each strategy, side by side, and returns them."""
+    training = {name: arguments.pop(name) for name in TRAINING if name in arguments}
     pairs = [Pair(base=base, strategy=strategy, **arguments) for strategy in strategies]
-    train_side_by_side(pairs, steps)
+    train_side_by_side(pairs, **training)
     return pairs

@@ -8,27 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
-from tests.dist.features.parity import Block, check, local_part, net
-from tests.dist.features.test_misuse import (
-    STAGES,
-    WIDTH,
-    booming,
-    chain,
-    fragile,
-    inputs,
-    mesh,
-    same_grads,
-    sgd,
-    sharded,
-)
+from tests.dist.features.parity import Block, check, local_part, mean_square, net, sgd, vectors
+from tests.dist.features.test_misuse import WIDTH, chain, inputs, mesh, same_grads, sharded
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.param import Slice
-from zeromesh.errors import OptimizerError
 
 
 def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
@@ -36,37 +23,31 @@ def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize("drop", ["optimizer", "model", "by hand"])
-@STAGES
+@pytest.mark.parametrize(("strategy", "by_hand"), [("node=3", False), ("node=1", False), ("node=0", True)])
 @on_ranks(2)
-def test_gradients_that_are_still_held_keep_their_values(strategy, drop):
+def test_gradients_that_are_still_held_keep_their_values(strategy, by_hand):
     """As plain torch's do once `.grad` is None: what was kept of one loss is combined with that of another."""
     plain = chain()
     model = sharded(plain, strategy)
-    optimizer = sgd(model)
     held: list[list[Any]] = []
     for seed in range(2):
         loss_of(model, seed).backward()
         held.append([param.grad for param in model.parameters()])
-        if drop == "optimizer":
-            optimizer.zero_grad()
-        elif drop == "model":
-            zm.zero_grad(model)
-        else:
-            for param in model.parameters():
-                param.grad = None
+        if not by_hand:
+            zm.zero_grad(model) if seed else model.zero_grad()
+        for param in model.parameters() if by_hand else ():
+            param.grad = None
     for seed in range(2):
         loss_of(plain, seed).backward()
     for param, first, second in zip(model.parameters(), *held, strict=True):
         param.grad = first + second
     same_grads(model, plain)
-    for unit in engine_of(model).units:
-        for buffer in unit.buffers:
-            start = buffer.reduced.untyped_storage().data_ptr()
-            assert {grad.local.untyped_storage().data_ptr() for grad in buffer.optimizer_grads} == {start}
+    for buffer in (buffer for unit in engine_of(model).units for buffer in unit.buffers):
+        start = buffer.reduced.untyped_storage().data_ptr()
+        assert {grad.local.untyped_storage().data_ptr() for grad in buffer.optimizer_grads} == {start}
 
 
-@STAGES
+@pytest.mark.parametrize("strategy", ["node=3", "node=1"])
 @on_ranks(2)
 def test_a_gradient_that_is_still_held_while_others_of_its_unit_are_shown(strategy):
     model = sharded(chain(), strategy)
@@ -80,97 +61,46 @@ def test_a_gradient_that_is_still_held_while_others_of_its_unit_are_shown(strate
         assert not torch.equal(weight.grad.local, values)
 
 
-@pytest.mark.parametrize("drop", ["optimizer", "model", "in place"])
-@STAGES
+@pytest.mark.parametrize(("strategy", "set_to_none"), [("node=3", True), ("node=1", False), ("node=0", True)])
 @on_ranks(2)
-def test_gradients_that_nobody_holds_are_never_copied(strategy, drop):
+def test_gradients_that_nobody_holds_are_never_copied(strategy, set_to_none):
     model = sharded(chain(), strategy)
-    optimizer = sgd(model)
+    optimizer = sgd(model.parameters())
     with mock.patch("zeromesh.engine.flat.leave_memory", side_effect=AssertionError("a copy")):
-        for _ in range(3):
+        for step in range(4):
             loss_of(model, 0).backward()
             optimizer.step()
-            if drop == "model":
-                model.zero_grad()
-            else:
-                optimizer.zero_grad(set_to_none=drop == "optimizer")
+            (model if step % 2 else optimizer).zero_grad(set_to_none=set_to_none)
 
 
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-@STAGES
+@pytest.mark.parametrize(("strategy", "param_dtype"), [("node=3", torch.bfloat16), ("node=1", None), ("node=0", None)])
 @on_ranks(2)
 def test_gradients_that_are_dropped_inside_the_step(strategy, param_dtype):
-    """By a hook of the optimizer's own, which runs before those for all optimizers."""
+    """By a hook of the optimizer's own, which runs before those for all optimizers; also those of a closure."""
     base = chain().float()
     models = [sharded(base, strategy, param_dtype=param_dtype) for _ in range(2)]
-    optimizers = [sgd(model) for model in models]
+    optimizers = [sgd(model.parameters()) for model in models]
     optimizers[0].register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
     outputs = []
     for model, optimizer in zip(models, optimizers, strict=True):
-        for seed in range(3):
-            model(inputs(seed).float()).square().sum().backward()
-            optimizer.step()
+
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
             optimizer.zero_grad()
+            loss = model(inputs().float()).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            closure()
+            optimizer.step()
+        optimizer.step(closure)
         with torch.no_grad():
             outputs.append(model(inputs().float()))
     assert torch.equal(*outputs)
     assert not torch.equal(outputs[0], base(inputs().float()))
 
 
-@on_ranks(2)
-def test_gradients_of_a_closure_that_are_dropped_inside_the_step():
-    plain = chain()
-    models = [sharded(plain, "node=1") for _ in range(2)]
-    optimizers = [sgd(model) for model in models]
-    optimizers[0].register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
-    for model, optimizer in zip(models, optimizers, strict=True):
-
-        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, 0)
-            loss.backward()
-            return loss
-
-        for _ in range(2):
-            optimizer.step(closure)
-    with torch.no_grad():
-        assert torch.equal(*(model(inputs()) for model in models))
-
-
-@on_ranks(2)
-def test_norms_and_counts_by_any_name_are_of_the_whole():
-    plain = chain()
-    model = sharded(plain, "node=3")
-    loss_of(model, 0).backward()
-    loss_of(plain, 0).backward()
-    means = [param.grad.clone() for param in plain.parameters()]
-    for mean in means:
-        dist.all_reduce(mean)
-    for param, mean in zip(model.parameters(), means, strict=True):
-        torch.testing.assert_close(torch.linalg.norm(param.grad), torch.linalg.norm(mean / 2))
-        assert param.ndimension() == mean.ndim and torch.numel(param) == mean.numel()
-    weight, bias = list(model.parameters())[:2]
-    torch.testing.assert_close(torch.linalg.norm(bias.grad, 1), torch.linalg.norm(means[1] / 2, 1))
-    with pytest.raises(OptimizerError, match="a norm of matrices"):
-        torch.linalg.norm(weight.grad, 2)
-
-
-@on_ranks(2)
-def test_what_mixes_elements_is_refused():
-    param = next(sharded(chain(), "node=3").parameters())
-    for mix in (
-        lambda: functional.mse_loss(param, torch.zeros_like(param)),
-        lambda: functional.cosine_similarity(param, param, dim=0),
-        lambda: param.narrow(0, 0, 1),
-        lambda: param.select(0, 0),
-        lambda: param * torch.ones(3, 1, dtype=param.dtype),
-        lambda: torch.kthvalue(param, 1),
-    ):
-        with torch.no_grad(), pytest.raises(OptimizerError, match=r"needs all of 0\.0\.weight|must be the whole"):
-            mix()
-
-
-@STAGES
+@pytest.mark.parametrize("strategy", ["node=3", "node=0"])
 @on_ranks(2)
 def test_state_dicts_after_a_layer_was_taken_out(strategy):
     """Names are those of now, and each has the values of the layer that stands there."""
@@ -190,21 +120,6 @@ def test_state_dicts_after_a_layer_was_taken_out(strategy):
         assert torch.equal(param.local, local_part(param, value)), name
 
 
-@STAGES
-@on_ranks(2)
-def test_a_backward_after_one_that_raised_whose_forward_ran_before(strategy):
-    plain = fragile()
-    model = sharded(plain, strategy)
-    optimizer = sgd(model)
-    losses = [loss_of(model, seed) for seed in range(2)]
-    with booming():
-        losses[0].backward()
-    optimizer.zero_grad()
-    losses[1].backward()
-    loss_of(plain, 1).backward()
-    same_grads(model, plain)
-
-
 class Recurrent(nn.Module):
     """A block that is called again, each call checkpointed."""
 
@@ -219,17 +134,10 @@ class Recurrent(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("strategy", ["node=3", "node=2", "node=1", "node=0"])
 @on_ranks(2)
-def test_reentrant_checkpoints_of_a_block_that_is_called_again(strategy):
-    plain = Recurrent()
-    model = sharded(plain, strategy)
-    for _ in range(2):
-        loss_of(model, 0).backward()
-        loss_of(plain, 0).backward()
-        same_grads(model, plain)
-        zm.zero_grad(model)
-        plain.zero_grad()
+def test_reentrant_checkpoints_of_a_block_that_is_called_again():
+    options = {"bucket_bytes": 0}
+    check(Recurrent(), "node=3", "node=2", "node=0", loss_of=mean_square, data_of=vectors(WIDTH), options=options)
 
 
 class Skippable(Block):
@@ -247,8 +155,8 @@ def test_neighbours_that_hand_on_what_they_were_given():
     base = net(num_blocks=6)
     for index, block in enumerate(base.blocks):
         block.__class__, block.skip = Skippable, index in (2, 3, 4)
-    for strategy in ("node=3,cluster=1;prefetch=0", "node=3,cluster=3k", "node=0,cluster=1"):
-        (pair,) = check(base, strategy, options={"bucket_bytes": 0})
+    strategies = ("node=3,cluster=1;prefetch=0", "node=3,cluster=3k", "node=0,cluster=1")
+    for pair in check(base, *strategies, options={"bucket_bytes": 0}):
         assert len(engine_of(pair.model).units) == 9
 
 
@@ -265,7 +173,7 @@ class Experts(nn.Module):
         return self.experts[expert](self.first(x))
 
 
-@pytest.mark.parametrize("strategy", ["node=2", "node=1", "node=0"])
+@pytest.mark.parametrize("strategy", ["node=2", "node=0"])
 @on_ranks(2)
 def test_a_unit_that_one_rank_alone_uses_after_a_last_backward_whose_gradients_were_kept(strategy):
     """Only a last backward tells the ranks which units others have used."""
@@ -312,15 +220,14 @@ class Headed(nn.Module):
         return self.head(self.body(x))
 
 
-@STAGES
-@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(("strategy", "joined"), [("node=3", False), ("node=1", True), ("node=0", False)])
 @on_ranks(2)
 def test_a_part_that_holds_units_is_called_by_itself(strategy, joined):
     """As an encoder is by `generate`; trained so too, in turn with the whole model, and after it has raised."""
     plain, x = Headed(), inputs(dist.get_rank())
     options = {} if joined else {"bucket_bytes": 0}
     model = zm.shard(copy.deepcopy(plain), mesh(), strategy, units=["Sequential"], **options)
-    optimizer = sgd(model)
+    optimizer = sgd(model.parameters())
     assert torch.equal(model.body(x), plain.body(x))
     with pytest.raises(RuntimeError):
         model.body(x[:, :2])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dist.features.parity import STRATEGIES, check, tokens
+from tests.dist.features.parity import check, tokens
 from tests.dist.hugging import SMALL, VOCABULARY
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
@@ -61,41 +61,35 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
-UNITS = {
-    "llama": ["", "lm_head", "model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2"],
-    "qwen2": ["", "model.layers.0", "model.layers.1", "model.layers.2"],
-    "mixtral": ["", "lm_head", "model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2"],
-    "gpt2": ["", "transformer.h.0", "transformer.h.1", "transformer.h.2"],
-    "t5": ["", "decoder.block.0", "decoder.block.1", "encoder.block.0", "encoder.block.1"],
-    "vit": ["", "vit.embeddings", "vit.layers.0", "vit.layers.1", "vit.layers.2"],
+def layers(of: str, number: int = 3) -> list[str]:
+    return [f"{of}.{index}" for index in range(number)]
+
+
+ENDS = ["lm_head", "model.embed_tokens"]
+KINDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "llama": ([*ENDS, *layers("model.layers")], ("node=3,cluster=1", "node=3d,cluster=3")),
+    "qwen2": (layers("model.layers"), ("node=3,cluster=3", "node=2,cluster=3k")),
+    "mixtral": ([*ENDS, *layers("model.layers")], ("node=3,cluster=3k", "node=0,cluster=1")),
+    "gpt2": (layers("transformer.h"), ("node=3d,cluster=1",)),
+    "t5": ([*layers("decoder.block", 2), *layers("encoder.block", 2)], ("node=3,cluster=1",)),
+    "vit": (["vit.embeddings", *layers("vit.layers")], ("node=3,cluster=3",)),
 }
+"""Names of the units besides the root, and strategies."""
 
 
-FURTHER = {kind: ("node=3d,cluster=3", "node=2,cluster=3k") for kind in ("llama", "mixtral")}
-"""A deferred stage; gradients sharded further than parameters, of which a copy is kept."""
-
-
-@pytest.mark.parametrize("kind", UNITS)
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(4)
 def test_trains_as_plain(kind):
-    of_kind: dict[str, Any] = {"loss_of": loss_of, "data_of": partial(data_of, kind)}
-    strategies = (*STRATEGIES, *FURTHER.get(kind, ()))
-    for pair in check(build(kind), *strategies, options={"bucket_bytes": 0}, clip=0.5, **of_kind):
-        assert sorted(unit.name for unit in engine_of(pair.model).units) == UNITS[kind]
+    names, strategies = KINDS[kind]
+    of_kind: dict[str, Any] = {"loss_of": loss_of, "data_of": partial(data_of, kind), "clip": 0.5}
+    for pair in check(build(kind), *strategies, options={"bucket_bytes": 0}, **of_kind):
+        assert sorted(unit.name for unit in engine_of(pair.model).units) == ["", *names]
 
 
-@pytest.mark.parametrize(
-    ("kind", "bucket_bytes", "names"),
-    [
-        ("llama", 1 << 20, [""]),
-        ("llama", 1, ["", "lm_head", "model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2"]),
-        ("gpt2", 1 << 20, [""]),
-        ("t5", 1 << 20, [""]),
-    ],
-)
 @on_ranks(4)
-def test_small_units_are_joined_where_no_parameters_are_sharded(kind, bucket_bytes, names):
-    of_kind: dict[str, Any] = {"loss_of": loss_of, "data_of": partial(data_of, kind)}
-    options = {"bucket_bytes": bucket_bytes}
-    for pair in check(build(kind), "node=1,cluster=2", "node=0,cluster=0", options=options, **of_kind):
-        assert sorted(unit.name for unit in engine_of(pair.model).units) == names
+def test_small_units_are_joined_where_no_parameters_are_sharded():
+    for kind, bucket_bytes, strategy in (("gpt2", 1 << 20, "node=1,cluster=2"), ("llama", 1, "node=0,cluster=0")):
+        of_kind: dict[str, Any] = {"loss_of": loss_of, "data_of": partial(data_of, kind)}
+        (pair,) = check(build(kind), strategy, options={"bucket_bytes": bucket_bytes}, **of_kind)
+        names = sorted(unit.name for unit in engine_of(pair.model).units)
+        assert names == [""] + (KINDS[kind][0] if bucket_bytes == 1 else [])

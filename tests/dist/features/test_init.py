@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -19,12 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 import zeromesh as zm
 from tests.dist.features.parity import (
-    DEFERRED,
-    STRATEGIES,
-    Block,
     Net,
     Pair,
-    adamw,
     close,
     mesh_2x2,
     net,
@@ -39,15 +34,10 @@ from zeromesh.engine.api import engine_of
 from zeromesh.errors import MismatchError, ModelError
 from zeromesh.observe.report import persistent
 
-ALL = (*STRATEGIES, DEFERRED)
-MODES = pytest.mark.parametrize("strategy", ALL)
+MODES = pytest.mark.parametrize("strategy", ("node=3,cluster=1", "node=0,cluster=1"))
 
 
 # ---- meta device
-
-
-def on_meta(model: nn.Module) -> nn.Module:
-    return model.to("meta")
 
 
 def ordered_init(calls: list[str]) -> Any:
@@ -70,7 +60,7 @@ def test_meta_model_gets_its_values_on_the_first_rank(strategy):
     for module in expected.modules():
         with torch.no_grad():
             ordered_init([])(module)
-    model = zm.shard(on_meta(net()), mesh_2x2(), strategy, init=ordered_init(calls))
+    model = zm.shard(net().to("meta"), mesh_2x2(), strategy, init=ordered_init(calls))
     # Embedding, final norm and head; in each block two linear layers, a norm and the block's own gain.
     assert len(calls) == (0 if dist.get_rank() else 3 + 3 * 4)
     same_state(model, expected)
@@ -102,9 +92,8 @@ class Held(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("strategy", ["node=3,cluster=3", "node=3,cluster=1"])
 @on_ranks(4)
-def test_no_rank_ever_holds_the_whole_meta_model(strategy):
+def test_no_rank_ever_holds_the_whole_meta_model():
     """At most two units, as the modules hold one and as it is broadcast, beside what the rank is to keep anyway; and
     one that the back end's thread lets go of a moment after its broadcast has ended."""
 
@@ -112,11 +101,11 @@ def test_no_rank_ever_holds_the_whole_meta_model(strategy):
         for param in module.parameters(recurse=False):
             param.fill_(0.5)
 
-    model = on_meta(net(num_blocks=24, dim=16))
+    model = net(num_blocks=20, dim=16).to("meta")
     whole = sum(param.nbytes for param in model.parameters())
     mesh = mesh_2x2()
     with Held() as held:
-        zm.shard(model, mesh, strategy, init=init)
+        zm.shard(model, mesh, "node=3,cluster=3", init=init)
     engine = engine_of(model)
     buffers = [buffer for unit in engine.units for buffer in unit.buffers]
     shards = sum(tensor.nbytes for buffer in buffers for tensor in persistent(buffer).values())
@@ -184,8 +173,9 @@ class Raising(Bare):
         raise ValueError("no bias to initialise")
 
 
-@pytest.mark.parametrize("init", [None, nn.Linear.reset_parameters], ids=["own", "given"])
-@pytest.mark.parametrize("strategy", ["node=0,cluster=0", "node=1,cluster=1", "node=3,cluster=3"])
+@pytest.mark.parametrize(
+    ("strategy", "init"), [("node=0,cluster=0", None), ("node=3,cluster=3", nn.Linear.reset_parameters)]
+)
 @on_ranks(4)
 def test_what_has_values_keeps_them_beside_what_is_made(strategy, init):
     """A new bias; a new layer beside others."""
@@ -228,7 +218,7 @@ def test_memory_that_one_rank_lacks_is_an_error_on_every_rank():
         zm.shard(net(), mesh_2x2(), "node=3,cluster=1")
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("kind", ["llama", "t5"])
 @on_ranks(4)
 def test_hugging_face_on_the_meta_device(kind):
     from tests.dist.features.test_huggingface import build
@@ -250,18 +240,13 @@ def test_hugging_face_on_the_meta_device(kind):
 # ---- the first rank's values
 
 
-@pytest.mark.parametrize("others", ["meta", "random"])
-@MODES
+@pytest.mark.parametrize(("strategy", "others"), [("node=3,cluster=3", "meta"), ("node=0,cluster=1", "random")])
 @on_ranks(4)
 def test_weights_on_the_first_rank_only(strategy, others):
-    expected = net()
-    model = net()
+    expected, model = net(), net()
     if dist.get_rank():
-        if others == "meta":
-            on_meta(model)
-        else:
-            torch.manual_seed(dist.get_rank())
-            model = Net().double()
+        torch.manual_seed(dist.get_rank())
+        model = model.to("meta") if others == "meta" else Net().double()
     zm.shard(model, mesh_2x2(), strategy)
     same_params(model, expected)
     same_state(model, expected)
@@ -290,7 +275,7 @@ def test_whole_state_goes_in_and_out(strategy):
     zm.load_full_state_dict(pair.model, other.state_dict() if dist.get_rank() == 0 else {})
     same_state(pair.model, other)
     pair.plain.load_state_dict(other.state_dict())
-    pair.train(steps=2)
+    pair.train()
 
 
 @on_ranks(4)
@@ -318,21 +303,6 @@ def test_whole_state_of_dtypes_that_gloo_does_not_know():
     for name, value in (values | {"codes": state["codes"]}).items():
         assert getattr(model, name).equal(value), name
     assert model(torch.tensor([3.0, 4.0])).tolist() == [4.0, 5.0]
-
-
-@on_ranks(4)
-def test_a_state_that_does_not_fit_changes_nothing():
-    model = zm.shard(net(), mesh_2x2(), "node=3,cluster=1")
-    good = net().state_dict()
-    for change, message in (
-        ({"extra": torch.ones(1)}, r"no parameter or buffer 'extra'"),
-        ({"head.bias": torch.ones(3)}, r"head\.bias must have shape \(11,\); the state's has \(3,\)"),
-    ):
-        with pytest.raises(ModelError, match=message):
-            zm.load_full_state_dict(model, {k: v * 2 for k, v in good.items()} | change)
-    with pytest.raises(ModelError, match=r"has no 'norm\.weight'"):
-        zm.load_full_state_dict(model, {k: v * 2 for k, v in good.items() if k != "norm.weight"})
-    same_params(model, net())
 
 
 @MODES
@@ -368,60 +338,24 @@ def test_a_change_by_hand_and_refresh(strategy):
 # ---- the end
 
 
-@MODES
-@on_ranks(4)
-def test_deleting_the_model_frees_everything(strategy):
-    model = zm.shard(net(), mesh_2x2(), strategy)
-    optimizer = adamw(model.parameters())
-    for step in range(2):
-        next_token_loss(model, tokens(step, 0, dist.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    engine = engine_of(model)
-    engine.at_rest()  # what is in flight holds what it writes until it has ended
-    shards = [t for unit in engine.units for b in unit.buffers for t in (*persistent(b).values(), b.full, b.waiting)]
-    storages = [weakref.ref(t.untyped_storage()) for t in shards if t is not None]
-    watched = [weakref.ref(model), weakref.ref(engine), *map(weakref.ref, engine.backend.lanes.values())]
-    watched += [weakref.ref(block) for block in model.blocks]
-    gc.collect()
-    gc.disable()  # reference counts alone must do it
-    try:
-        del model, optimizer, engine, shards
-        assert [w() for w in watched] == [None] * len(watched)
-        assert not any(s() is not None for s in storages)
-    finally:
-        gc.enable()
-
-
 @on_ranks(4)
 def test_moving_a_sharded_model():
     model = zm.shard(net().float(), mesh_2x2(), "node=3,cluster=1", param_dtype=torch.bfloat16)
     before = zm.full_state_dict(model)
     assert model.to("cpu") is model and model.float() is model
-    for move in (
-        lambda: model.half(),
-        lambda: model.double(),
-        lambda: model.to("meta"),
-        lambda: model.to_empty(device="cpu"),
-    ):
+    for move in (nn.Module.half, nn.Module.double, lambda m: m.to("meta"), lambda m: m.to_empty(device="cpu")):
         with pytest.raises(ModelError, match=r"view of this rank's shard \(torch\.float32 on cpu\).*before zm\.shard"):
-            move()
+            move(model)
     after = zm.full_state_dict(model)
     assert all(after[name].equal(value) for name, value in before.items())
-    with pytest.raises(ModelError, match=r"already"):
-        zm.shard(model, mesh_2x2(), "node=3,cluster=1")
     with pytest.raises(ModelError, match=r"cannot be copied"):
         copy.deepcopy(model)
-
-
-@on_ranks(4)
-def test_a_block_of_a_deleted_model_says_so():
-    model: Any = zm.shard(net(), mesh_2x2(), "node=3,cluster=1")
     block = model.blocks[0]
-    assert isinstance(block, Block)
+    assert copy.copy(model).blocks is model.blocks
     del model
+    gc.collect()
     with pytest.raises(ModelError, match=r"has been deleted"):
-        block(torch.ones(2, 5).double())
+        block(torch.ones(2, 5))
 
 
 @on_ranks(2)

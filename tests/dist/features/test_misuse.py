@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
-from tests.dist.features.parity import BOUND, close, local_part
+from tests.dist.features.parity import BOUND, close, local_part, sgd
 from tests.dist.pool import kept, on_ranks
 from zeromesh.errors import ModelError
 
@@ -37,10 +37,6 @@ def sharded(base: nn.Module, strategy: str, **options) -> nn.Module:
 
 def inputs(seed: int = 0) -> torch.Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed)).double()
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def same_grads(model: nn.Module, plain: nn.Module) -> None:
@@ -69,12 +65,7 @@ def test_a_penalty_on_weights_is_refused(strategy):
         with pytest.raises(ModelError, match=r"\d\.0\.\w+ is differentiated.*weight_decay"):
             (model(inputs()).sum() + penalty()).backward()
         zm.zero_grad(model)
-
-
-@on_ranks(2)
-def test_values_of_weights_may_be_looked_at():
-    model = sharded(chain(), "node=3")
-    copies = [param.clone().detach() for param in model.parameters()]
+    copies = [param.clone().detach() for param in model.parameters()]  # their values may be looked at
     loss = model(inputs()).sum()
     loss.backward()
     scaled = [loss * param.grad for param in model.parameters()]
@@ -114,13 +105,6 @@ def booming() -> Iterator[None]:
     Boom.armed.clear()
 
 
-def right_again(model: nn.Module, plain: nn.Module, x: torch.Tensor) -> None:
-    """A backward has the gradients of the plain one, and of nothing before."""
-    for each in (model, plain):
-        each(x).sum().backward()
-    same_grads(model, plain)
-
-
 def fragile() -> nn.Sequential:
     Boom.armed = []
     base = chain()
@@ -131,21 +115,10 @@ def fragile() -> nn.Sequential:
 @STAGES
 @on_ranks(2)
 def test_what_a_backward_left_before_it_raised_is_dropped(strategy):
+    """Of half a micro-batch among others only `zm.zero_grad` knows. A forward that ran before is right after it."""
     base, x = fragile(), inputs(dist.get_rank())
     model = sharded(base, strategy)
-    optimizer = sgd(model)
-    with booming():
-        model(x).sum().backward()
-    optimizer.zero_grad()
-    right_again(model, base, x)
-
-
-@STAGES
-@on_ranks(2)
-def test_half_a_micro_batch_among_others_is_refused(strategy):
-    base, x = fragile(), inputs(dist.get_rank())
-    model = sharded(base, strategy)
-    optimizer = sgd(model)
+    optimizer = sgd(model.parameters())
     with zm.accumulate(model, last=False):
         model(x).sum().backward()
     with booming(), zm.accumulate(model, last=False):
@@ -154,13 +127,19 @@ def test_half_a_micro_batch_among_others_is_refused(strategy):
     with pytest.raises(ModelError, match=r"part of its micro-batch.*zm\.zero_grad"):
         model(x).sum().backward()
     zm.zero_grad(model)
-    right_again(model, base, x)
+    loss, later = model(x).sum(), model(x).sum()
+    with booming():
+        loss.backward()
+    optimizer.zero_grad()
+    for each in (later, model(x).sum(), 2 * base(x).sum()):
+        each.backward()
+    same_grads(model, base)
 
 
 # ---- weights
 
 
-@STAGES
+@pytest.mark.parametrize("strategy", ["node=3", "node=0"])
 @on_ranks(2)
 def test_weights_count_where_gradients_do(strategy):
     """Whatever else a micro-batch goes through: two backwards, none, an error after its own, one that is given up."""
@@ -293,27 +272,9 @@ class ActorCritic(nn.Module):
 
 @STAGES
 @on_ranks(2)
-def test_a_step_of_other_parameters_leaves_a_backward_right(strategy):
-    base, x = ActorCritic().double(), inputs(dist.get_rank())
-    model = sharded(base, strategy)
-    actor = torch.optim.SGD(model.actor.parameters(), lr=0.1)
-    policy, value = model(x)
-    policy.sum().backward()
-    actor.step()
-    actor.zero_grad()
-    value.sum().backward()
-    base(x)[1].sum().backward()
-    for ours, theirs in zip(model.critic.parameters(), base.critic.parameters(), strict=True):
-        mean = theirs.grad.clone()
-        dist.all_reduce(mean)
-        close(ours.grad.local, local_part(ours, mean / 2), "critic", BOUND)
-
-
-@STAGES
-@on_ranks(2)
 def test_a_backward_after_the_step_that_followed_its_forward_is_refused(strategy):
     model, x = sharded(chain(), strategy), inputs()
-    optimizer = sgd(model)
+    optimizer = sgd(model.parameters())
     model(x).sum().backward()
     loss = model(x).square().sum()
     optimizer.step()
@@ -389,8 +350,7 @@ def test_a_part_shows_slices_of_whole_tensors(strategy):
         model.load_state_dict({"1.0.weight": torch.zeros(1, 1)}, strict=False)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-@STAGES
+@pytest.mark.parametrize(("strategy", "assign"), [("node=3", True), ("node=1", False), ("node=0", True)])
 @on_ranks(2)
 def test_what_is_loaded_is_computed_with(strategy, assign):
     """Whole, in part, into a part, into what holds the model; slices, parameters, or tensors of another dtype."""

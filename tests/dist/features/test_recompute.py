@@ -17,32 +17,25 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import zeromesh as zm
 from tests.dist.features.parity import (
-    DEFERRED,
     ONE_AXIS,
-    STRATEGIES,
     Block,
     Net,
     Pair,
     check,
     close,
     local_part,
+    mean_square,
+    mesh_of_world,
     net,
     next_token_loss,
-    same_grads,
-    same_params,
-    sgd,
-    tokens,
+    vectors,
 )
-from tests.dist.pool import kept, on_ranks
+from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
-
-ALL = (*STRATEGIES, DEFERRED, "node=3,cluster=3k")
-REENTRANT = pytest.mark.parametrize("reentrant", [False, True])
 
 
 class Segmented(Net):
@@ -64,13 +57,17 @@ class Segmented(Net):
         return self.head(self.norm(x))
 
 
-@pytest.mark.parametrize("segment", [1, 2, 5])
-@REENTRANT
 @on_ranks(4)
-def test_segments_of_blocks(reentrant, segment):
+def test_segments_of_blocks():
     """A segment of five blocks is longer than the slots."""
-    torch.manual_seed(0)
-    check(Segmented(segment, reentrant, num_blocks=5).double(), *(ALL if segment == 5 else ALL[:1]))
+    for segment, reentrant, strategies in (
+        (1, True, ["node=3,cluster=1"]),
+        (2, False, ["node=3,cluster=1"]),
+        (5, False, ["node=3,cluster=3k", "node=3d,cluster=3d"]),
+        (5, True, ["node=3,cluster=3", "node=0,cluster=1"]),
+    ):
+        torch.manual_seed(0)
+        check(Segmented(segment, reentrant, num_blocks=5).double(), *strategies)
 
 
 class Inside(Block):
@@ -81,34 +78,6 @@ class Inside(Block):
     def forward(self, x: Tensor) -> Tensor:
         inner = checkpoint(lambda y: torch.tanh(self.up(self.norm(y))), x, use_reentrant=self.reentrant)
         return x + self.gain * self.down(inner)
-
-
-@REENTRANT
-@on_ranks(2)
-def test_a_part_of_a_block(reentrant):
-    base = net()
-    for block in base.blocks:
-        block.__class__, block.reentrant = Inside, reentrant
-    check(base, *ONE_AXIS)
-
-
-class HalfFrozen(Block):
-    """Its first half is frozen and checkpointed, so that all trained parameters have their gradients before it is
-    computed again."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = checkpoint(lambda y: torch.tanh(self.up(self.norm(y))), x, use_reentrant=False)
-        return x + self.gain * self.down(inner)
-
-
-@on_ranks(2)
-def test_a_frozen_part_of_a_block_is_computed_again():
-    base = net()
-    for block in base.blocks:
-        block.__class__ = HalfFrozen
-        block.up.requires_grad_(False)
-        block.norm.requires_grad_(False)
-    check(base, *ONE_AXIS[:2])
 
 
 class Thrice(Block):
@@ -125,86 +94,95 @@ class Thrice(Block):
         return torch.tanh(layer(x * self.gain) if self.before else layer(x) * self.gain)
 
 
-@pytest.mark.parametrize("before", [False, True])
-@on_ranks(2)
-def test_reentrant_parts_of_a_block_that_share_a_parameter(before):
+def of_blocks(kind: type[Block], **attributes: bool) -> Net:
     base = net()
     for block in base.blocks:
-        block.__class__, block.before = Thrice, before
-    check(base, *ONE_AXIS[:2])
+        block.__class__ = kind
+        vars(block).update(attributes)
+    return base
 
 
-@REENTRANT
-@on_ranks(2)
-def test_the_whole_model(reentrant):
-    """As a user does who checkpoints model(x) from outside."""
-
-    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-        # Reentrant checkpointing differentiates with respect to its inputs, so one of them must ask for it.
-        anchor = torch.zeros((), requires_grad=True)
-        logits = checkpoint(lambda t, _: model(t), batch, anchor, use_reentrant=reentrant)
-        return nn.functional.cross_entropy(logits.flatten(0, -2), batch.flatten().roll(1))
-
-    check(net(), *ONE_AXIS, loss_of=loss_of)
-
-
-@pytest.mark.parametrize("implementation", list(CheckpointImpl))
-@on_ranks(2)
-def test_checkpoint_wrapper(implementation):
-    """Units and names are those of the unwrapped model."""
-
-    def wrap(model: nn.Module) -> None:
-        wrapper = partial(checkpoint_wrapper, checkpoint_impl=implementation)
-        apply_activation_checkpointing(
-            model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, Block)
-        )
-
-    for strategy in ONE_AXIS[:2]:
-        pair = Wrapped(base=net(), strategy=strategy, wrap=wrap, options={"bucket_bytes": 0})
-        names = [unit.name for unit in engine_of(pair.model).units]
-        assert names == ["", "embed", "blocks.0", "blocks.1", "blocks.2", "head"]
-        pair.train()
-
-
-class Wrapped(Pair):
-    """Wraps the sharded copy alone: the plain one keeps its names, and its numbers are the same."""
-
-    def __init__(self, *, wrap: Any, **arguments: Any) -> None:
-        copies = iter((lambda model: None, wrap))
-        super().__init__(prepare=lambda model: next(copies)(model), **arguments)
+def half_frozen() -> Net:
+    """All trained parameters have their gradients before the first, frozen half is computed again."""
+    base = of_blocks(Inside)
+    for block in base.blocks:
+        block.up.requires_grad_(False)
+        block.norm.requires_grad_(False)
+    return base
 
 
 class Sequenced(Net):
+    def __init__(self) -> None:
+        super().__init__(num_blocks=5)
+        self.blocks = nn.Sequential(*self.blocks)
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = checkpoint_sequential(self.blocks, 2, self.embed(tokens), use_reentrant=False)  # type: ignore[arg-type]
         return self.head(self.norm(x))
 
 
-@on_ranks(2)
-def test_checkpoint_sequential():
-    torch.manual_seed(0)
-    base = Sequenced(num_blocks=5).double()
-    base.blocks = nn.Sequential(*base.blocks)  # type: ignore[assignment]
-    check(base, "node=3", "node=3d")
+PARTS = {
+    "of a block": (lambda: of_blocks(Inside), ONE_AXIS),
+    "of a block, reentrant": (lambda: of_blocks(Inside, reentrant=True), ("node=3", "node=3d")),
+    "frozen": (half_frozen, ("node=3", "node=0")),
+    "that share a parameter after": (lambda: of_blocks(Thrice), ("node=3", "node=0")),
+    "that share a parameter before": (lambda: of_blocks(Thrice, before=True), ("node=3", "node=0")),
+    "of a sequence": (lambda: Sequenced().double(), ("node=3", "node=3d")),
+}
 
 
-@REENTRANT
-@pytest.mark.parametrize("kind", ["llama", "t5"])
+@pytest.mark.parametrize("parts", PARTS)
 @on_ranks(2)
-def test_hugging_face_gradient_checkpointing(kind, reentrant):
+def test_parts_that_are_computed_again(parts):
+    make, strategies = PARTS[parts]
+    check(make(), *strategies)
+
+
+@on_ranks(2)
+def test_the_whole_model():
+    """As a user does who checkpoints model(x) from outside."""
+
+    def loss_of(model: nn.Module, batch: Tensor, *, reentrant: bool) -> Tensor:
+        # Reentrant checkpointing differentiates with respect to its inputs, so one of them must ask for it.
+        anchor = torch.zeros((), requires_grad=True)
+        return next_token_loss(lambda t: checkpoint(lambda t, _: model(t), t, anchor, use_reentrant=reentrant), batch)
+
+    for reentrant in (False, True):
+        check(net(), *ONE_AXIS[reentrant::2], loss_of=partial(loss_of, reentrant=reentrant))
+
+
+NAMES = ["", "embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+
+
+@on_ranks(2)
+def test_checkpoint_wrapper():
+    """Units and names are those of the unwrapped model."""
+
+    def wrap(model: nn.Module, implementation: CheckpointImpl) -> None:
+        wrapper = partial(checkpoint_wrapper, checkpoint_impl=implementation)
+        apply_activation_checkpointing(
+            model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, Block)
+        )
+
+    for implementation, strategy in zip(CheckpointImpl, ONE_AXIS, strict=False):
+        options = {"bucket_bytes": 0}
+        (pair,) = check(net(), strategy, wrap=partial(wrap, implementation=implementation), options=options)
+        assert [unit.name for unit in engine_of(pair.model).units] == NAMES
+
+
+@pytest.mark.parametrize(
+    ("kind", "reentrant", "strategies"),
+    [("llama", False, ONE_AXIS[1:]), ("llama", True, ONE_AXIS[:1]), ("t5", True, ONE_AXIS[:1])],
+)
+@on_ranks(2)
+def test_hugging_face_gradient_checkpointing(kind, reentrant, strategies):
     from tests.dist.features.test_huggingface import build, data_of, loss_of
 
     def prepare(model: Any) -> None:
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
         model.train()
 
-    check(
-        build(kind),
-        *(ONE_AXIS[:1] if kind == "t5" else ONE_AXIS),
-        loss_of=loss_of,
-        data_of=partial(data_of, kind),
-        prepare=prepare,
-    )
+    check(build(kind), *strategies, loss_of=loss_of, data_of=partial(data_of, kind), prepare=prepare)
 
 
 # ---- torch.compile
@@ -219,142 +197,116 @@ def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
     return graph.forward
 
 
-COMPILERS = ("c++", "g++", "clang++")
-
-
-def compile_list(model: Any) -> None:
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(block, backend=counting)
-
-
-def compile_in_place(model: Any) -> None:
+def in_place(model: Any) -> None:
     for block in model.blocks:
         block.compile(backend=counting)
 
 
-def compile_then_checkpoint(model: Any) -> None:
+def then_checkpoint(model: Any) -> None:
     for index, block in enumerate(model.blocks):
         model.blocks[index] = checkpoint_wrapper(torch.compile(block, backend=counting))  # type: ignore[arg-type]
 
 
 def ahead_of_time(model: Any) -> None:
+    """So that the backward too is a graph, over parameters that it finds where the forward saw them."""
     for index, block in enumerate(model.blocks):
         model.blocks[index] = torch.compile(block, backend="aot_eager")
+
+
+def start_compiling() -> None:
+    # Dynamo looks at `.grad` of every tensor that it meets; plain models get the same warning.
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+    torch._dynamo.reset()
+    graphs.clear()
 
 
 @pytest.mark.parametrize("strategy", ["node=3", "node=1"])
 @on_ranks(2)
 def test_a_compiled_step(strategy):
     """Forward and backward in one compiled function: the engine's own functions are none of its graphs."""
-    # As in `test_compiled_blocks`.
-    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
-    torch._dynamo.reset()
-    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    model = zm.shard(copy.deepcopy(plain), init_device_mesh("cpu", (2,), mesh_dim_names=("node",)), strategy)
+    start_compiling()
+    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
 
     @torch.compile(backend="eager")
     def step(model, x):
-        model(x).square().sum().backward()
+        model(x).square().mean().backward()
 
-    for _ in range(2):
-        x = torch.randn(2, 4)
-        step(model, x)
-        plain(x).square().sum().backward()
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert theirs.grad is not None
-            dist.all_reduce(theirs.grad)
-            close(ours.grad.local, local_part(ours, theirs.grad / 2), ours.full_name, 1e-5)
-        zm.zero_grad(model)
-        plain.zero_grad()
+    pair = Pair(base=plain, strategy=strategy, loss_of=mean_square, data_of=vectors(4), micro_batches=1)
+    for index in range(2):
+        step(pair.model, vectors(4)(index, 0, dist.get_rank()))
+        pair.plain_backward(index)
+        pair.same_grads()
+        zm.zero_grad(pair.model)
+        pair.plain.zero_grad()
 
 
-@pytest.mark.parametrize("wrap", [compile_list, compile_in_place, compile_then_checkpoint, ahead_of_time])
+@pytest.mark.parametrize(
+    ("wrap", "strategy"),
+    [(in_place, "node=1"), (then_checkpoint, "node=3"), (ahead_of_time, "node=3k"), (ahead_of_time, "node=0")],
+)
 @on_ranks(2)
-def test_compiled_blocks(wrap):
+def test_compiled_blocks(wrap, strategy):
     """Compiled before sharding; hooks run around the graphs, and what a block computes is all in one of them."""
-    # Dynamo looks at `.grad` of every tensor that it meets; plain models get the same warning.
-    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
-    torch._dynamo.reset()
-    graphs.clear()
-    pair = Wrapped(base=net(), strategy="node=3", wrap=wrap)
-    names = [unit.name for unit in engine_of(pair.model).units]
-    assert names == ["", "embed", "blocks.0", "blocks.1", "blocks.2", "head"]
-    pair.train()
+    start_compiling()
+    (pair,) = check(net(), strategy, wrap=wrap, micro_batches=1, options={"bucket_bytes": 0})
+    assert [unit.name for unit in engine_of(pair.model).units] == NAMES
     if wrap is not ahead_of_time:
         # norm, up, tanh, down, times gain, plus x
         assert graphs and max(graphs) >= 6
         assert len(graphs) <= 3
 
 
-@on_ranks(2)
-def test_compiled_backwards_where_parameters_are_kept_and_where_they_are_not_sharded():
-    """Ahead of time, so that the backward too is a graph, over parameters that it finds where the forward saw them."""
-    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
-    for strategy in ("node=3k", "node=0"):
-        torch._dynamo.reset()
-        Wrapped(base=net(), strategy=strategy, wrap=ahead_of_time).train()
+class Small(nn.Linear):
+    """As little as makes a kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
 
 
-@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason=f"inductor needs one of {', '.join(COMPILERS)}")
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
 @on_ranks(2)
 def test_blocks_that_inductor_compiles(tmp_path):
     """Torch's default back end: kernels in C++ that read the gather slots by address. One rank has to wait for them."""
+
+    def wrap(model: Any) -> None:
+        for index, block in enumerate(model) if dist.get_rank() == 0 else ():
+            model[index] = torch.compile(block)
+
+    start_compiling()
     warnings.simplefilter("ignore", DeprecationWarning)  # inductor's imports, of what torch itself has deprecated
-    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
-    plain, model = net(), net()
-    batches = [tokens(0, 0, rank) for rank in range(2)]
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        # In this process; a header that is compiled ahead pays only for many kernels, as do vectors.
-        torch._inductor.config.patch(
-            {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
-        ),
-    ):
+    # In this process; a header that is compiled ahead pays only for many kernels, as do vectors.
+    config = {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(config):
         # For these ranks alone: what an earlier session compiled would leave nothing to be tried.
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        torch._dynamo.reset()
-        for index, block in enumerate(model.blocks) if dist.get_rank() == 0 else ():
-            model.blocks[index] = torch.compile(block)  # type: ignore[assignment]
-        mesh = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
-        zm.shard(model, mesh, "node=3")
-        optimizers = [sgd(m.parameters()) for m in (plain, model)]
-        for _ in range(2):
-            for batch in batches:
-                (next_token_loss(plain, batch) / 2).backward()
-            next_token_loss(model, batches[dist.get_rank()]).backward()
-            same_grads(model, plain)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        same_params(model, plain)
+        base = nn.Sequential(*(Small(4, 4) for _ in range(3))).double()
+        check(base, "node=3", wrap=wrap, loss_of=mean_square, data_of=vectors(4), options={"units": [Small]})
         torch._dynamo.reset()
     assert dist.get_rank() or list(tmp_path.rglob("*.so"))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("strategy", ["node=3", "node=1"])
+@pytest.mark.parametrize(("strategy", "compiled"), [("node=3", True), ("node=1", False)])
 @on_ranks(2)
 def test_wrappers_around_what_is_sharded(strategy, compiled):
     """Units are found under them; state dicts have the names of what is wrapped, and take those of the wrapper too."""
-
-    def blocks() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))).double()
-
-    plain, inner = blocks(), blocks()
-    wrapped: Any = checkpoint_wrapper(torch.compile(inner, backend="eager") if compiled else inner)  # type: ignore[arg-type]
-    model = zm.shard(wrapped, kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",)), strategy, bucket_bytes=0)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))).double()
+    inner: Any = copy.deepcopy(plain)
+    wrapped = checkpoint_wrapper(torch.compile(inner, backend="eager") if compiled else inner)
+    model = zm.shard(wrapped, mesh_of_world("cpu"), strategy, bucket_bytes=0)
     assert [unit.name for unit in engine_of(model).units] == ["", "0", "1"]
-    batches = [torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)).double() for rank in range(2)]
-    model(batches[dist.get_rank()]).square().mean().backward()
-    sum(plain(batch).square().mean() / 2 for batch in batches).backward()  # type: ignore[union-attr]
-    for net_ in (model, plain):
-        torch.optim.SGD(net_.parameters(), lr=0.1).step()
-    expected, state = plain.state_dict(), model.state_dict()
-    assert list(state) == list(expected)
-    found = zm.full_state_dict(model)
-    assert all(torch.allclose(found[name], expected[name]) for name in found) and len(found) % 4 == 0
+    batches = [vectors(4)(0, 0, rank) for rank in range(2)]
+    mean_square(model, batches[dist.get_rank()]).backward()
+    sum(mean_square(plain, batch) / 2 for batch in batches).backward()  # type: ignore[union-attr]
+    for each in (model, plain):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    expected = plain.state_dict()
+    assert list(model.state_dict()) == list(expected)
     prefix = "_orig_mod." if compiled else ""
-    model.load_state_dict({f"{prefix}{name}": value * 2 for name, value in expected.items()})
-    found = zm.full_state_dict(model)
-    assert all(torch.allclose(found[name], 2 * expected[name]) for name in found)
+    for factor in (1, 2):
+        if factor == 2:
+            model.load_state_dict({f"{prefix}{name}": value * 2 for name, value in expected.items()})
+        for param, value in zip(model.parameters(), plain.parameters(), strict=True):
+            close(param.local, local_part(param, value * factor), param.full_name)
+        found = zm.full_state_dict(model)
+        assert all(torch.allclose(found[name], factor * expected[name]) for name in found) and len(found) % 4 == 0

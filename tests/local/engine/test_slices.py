@@ -123,8 +123,13 @@ def forms(function: Callable[..., Any]) -> Iterator[tuple[list[tuple[str, str]],
             )
 
 
+ROW = torch.tensor([1])
+
+
 def value_of(name: str, kind: str, one: Any, other: Any) -> Any:
-    by_name = {"input": one, "self": one, "index": torch.tensor([1]), "mask": other > 0, "condition": other > 0}
+    if name in ("mask", "condition"):
+        return other > 0
+    by_name = {"input": one, "self": one, "index": ROW}
     by_kind = {"Tensor": other, "Scalar": 0.5, "number": 0.5, "float": 1.0, "int": 1, "bool": False}
     if kind.startswith("List[") and kind[5:-1] in by_kind:
         return [value_of(name, kind[5:-1], one, other)] * 2
@@ -136,16 +141,17 @@ def test_arguments_by_name_act_as_by_position():
     """Each function of the list, in each of its forms, with each of its arguments, at each place."""
     plain, model = net(), zm.shard(net(), None, "node=3")
     tried, wrong = set(), []
+    weights = [[layer.weight for layer in each[:2]] for each in (plain, model)]
     without = re.compile("__|.*empty|to$|_has_compatible")  # names, values, schemas that are Python's
     for function in (each for each in _ALLOWED if not without.match(each.__name__)):
         for form, most in forms(function):
             names = [name for name, _ in form]
             for at in range(most):
                 found = []
-                for each, place in ((plain, at), (model, at), (model, most)):
-                    one, other = each[0].weight.detach().clone(), each[1].weight.detach().clone()
+                for each, place in ((0, at), (1, at), (1, most)):
+                    one, other = (weight.detach().clone() for weight in weights[each])
                     values = [value_of(*parameter, one, other) for parameter in form]
-                    torch.manual_seed(0)
+                    torch.default_generator.manual_seed(0)
                     named = dict(zip(names[place:], values[place:], strict=True))
                     found.append(result_of(function, values[:place], named))
                 wanted, by_name, by_position = found
