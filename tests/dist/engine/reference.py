@@ -355,7 +355,8 @@ def trained(strategy: str, case: Case, *shape: int, **options: Any) -> Bits:
     with sharded(strategy, case, mesh_of(*shape), **options) as (model, optimizer):
         for step in range(case.steps):
             backward(model, case, step)
-            bits += [(f"gradient {step} of {p.full_name}", _digest(p.grad.local)) for p in _having_grads(model)]
+            having = [param for param in model.parameters() if param.grad is not None]
+            bits += [(f"gradient {step} of {p.full_name}", _digest(p.grad.local)) for p in having]
             bits.append((f"norm {step}", str(float(zm.clip_grad_norm_(model, 0.5)))))
             optimizer.step()
             optimizer.zero_grad()
@@ -365,10 +366,6 @@ def trained(strategy: str, case: Case, *shape: int, **options: Any) -> Bits:
             held = {"parameter": param.local} | optimizer.tensors(param)
             bits += [(f"{key} {where}", _digest(value)) for key, value in held.items()]
     return bits
-
-
-def _having_grads(model: nn.Module) -> list[Any]:
-    return [param for param in model.parameters() if param.grad is not None]
 
 
 def require_same(what: str, ours: Bits, theirs: Bits) -> None:

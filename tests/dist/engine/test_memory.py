@@ -16,7 +16,6 @@ from tests.dist.engine.reference import Case, Net, backward, mesh_of, sharded, t
 from tests.dist.engine.test_communication import LOSSLESS
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
-from zeromesh.errors import OptimizerError
 from zeromesh.observe.report import persistent, working_buffers
 
 SPECIAL = ["node=3,cluster=3k;prefetch=3", "node=1@/fp32,cluster=3@fp32/bf16"]
@@ -146,13 +145,6 @@ def test_a_state_too_few_or_too_many_is_seen():
     assert right.predicted_bytes == more.predicted_bytes == fewer.predicted_bytes
     assert more.allocated_bytes - right.allocated_bytes == param.local.nbytes > 0
     assert right.allocated_bytes - fewer.allocated_bytes == param.local.nbytes
-
-
-@on_ranks(2)
-def test_states_of_an_optimizer_that_is_refused():
-    model = zm.shard(Case(precision="fp32").build(), mesh_of(2), "node=3")
-    with pytest.raises(OptimizerError, match=r"must work element by element; .*LBFGS is not known to"):
-        zm.memory_report(model, optim.LBFGS(model.parameters()))
 
 
 class Allocated(TorchDispatchMode):

@@ -226,6 +226,8 @@ def test_optimizers_that_would_be_wrong_are_refused():
         message = rf"must work element by element; .*{kind.__name__} is not known to.*zm\.elementwise"
         with pytest.raises(OptimizerError, match=message):
             kind(params).step(lambda: 0.0)
+    with pytest.raises(OptimizerError, match=r"must work element by element; .*LBFGS is not known to"):
+        zm.memory_report(model, optim.LBFGS(model.parameters()))
     with pytest.raises(OptimizerError, match=r"needs all of"):
         zm.elementwise(optim.Adafactor(model.parameters())).step()
     after = zm.full_state_dict(model)

@@ -63,6 +63,23 @@ class Block(nn.Module):
         return x + self.gain * self.down(torch.tanh(self.up(self.norm(x))))
 
 
+class Part(nn.Module):
+    """Anything: parts by name, and a forward."""
+
+    def __init__(self, compute: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.compute = compute
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compute(self, *args, **kwargs)
+
+
+class Unit(Part):
+    """One that is a unit."""
+
+
 class Net(nn.Module):
     """A small language model: embedding, blocks, head."""
 

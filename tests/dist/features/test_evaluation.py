@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from tests.dist.features.parity import (
     net,
     next_token_loss,
     tokens,
-    train_side_by_side,
 )
 from tests.dist.pool import on_ranks
 from zeromesh.comm import groups
@@ -115,24 +113,6 @@ def test_forwards_whose_backwards_never_come_or_come_late():
         (next_token_loss(model, batch) + next_token_loss(model, batch.flip(0, 1)).square()).backward()
     for pair in pairs:
         pair.same_grads()
-
-
-@on_ranks(2)
-def test_generate():
-    from tests.dist.features.test_huggingface import build, data_of, loss_of
-
-    of_llama: dict[str, Any] = {"loss_of": loss_of, "data_of": partial(data_of, "llama")}
-    pairs = pairs_of(build("llama"), "node=3", "node=3k", **of_llama)
-
-    def generate(step: int) -> None:
-        prompt = tokens(step, 0, 0, shape=(2, 3))
-        options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-        with torch.inference_mode():
-            expected, *found = (m.generate(prompt, **options) for m in (pairs[0].plain, *(p.model for p in pairs)))  # type: ignore[operator]
-        assert expected.shape == (2, 8)
-        assert all(ours.equal(expected) for ours in found)
-
-    train_side_by_side(pairs, 2, after_step=generate)
 
 
 # ---- ranks that disagree

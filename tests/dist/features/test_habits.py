@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
-from tests.dist.features.parity import Block, check, local_part, mean_square, net, sgd, vectors
+from tests.dist.features.parity import Block, Part, check, local_part, mean_square, net, sgd, vectors
 from tests.dist.features.test_misuse import WIDTH, chain, inputs, mesh, same_grads, sharded
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
@@ -120,24 +120,16 @@ def test_state_dicts_after_a_layer_was_taken_out(strategy):
         assert torch.equal(param.local, local_part(param, value)), name
 
 
-class Recurrent(nn.Module):
-    """A block that is called again, each call checkpointed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(chain())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+@on_ranks(2)
+def test_reentrant_checkpoints_of_a_block_that_is_called_again():
+    def compute(self, x):
         x = x.requires_grad_()
         for index in (0, 1, 2, 3, 2):
             x = checkpoint(self.blocks[index], x, use_reentrant=True)
         return x
 
-
-@on_ranks(2)
-def test_reentrant_checkpoints_of_a_block_that_is_called_again():
-    options = {"bucket_bytes": 0}
-    check(Recurrent(), "node=3", "node=2", "node=0", loss_of=mean_square, data_of=vectors(WIDTH), options=options)
+    base, options = Part(compute, blocks=nn.ModuleList(chain())), {"bucket_bytes": 0}
+    check(base, "node=3", "node=2", "node=0", loss_of=mean_square, data_of=vectors(WIDTH), options=options)
 
 
 class Skippable(Block):
@@ -160,30 +152,22 @@ def test_neighbours_that_hand_on_what_they_were_given():
         assert len(engine_of(pair.model).units) == 9
 
 
-class Experts(nn.Module):
-    """One of four is used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        return self.experts[expert](self.first(x))
-
-
 @pytest.mark.parametrize("strategy", ["node=2", "node=0"])
 @on_ranks(2)
 def test_a_unit_that_one_rank_alone_uses_after_a_last_backward_whose_gradients_were_kept(strategy):
     """Only a last backward tells the ranks which units others have used."""
-    plain = Experts().double()
+    torch.manual_seed(0)
+    first, *experts = (nn.Linear(WIDTH, WIDTH) for _ in range(5))
+    base = Part(
+        lambda self, x, expert: self.experts[expert](self.first(x)), first=first, experts=nn.ModuleList(experts)
+    )
+    plain = base.double()
     model = sharded(plain, strategy)
-    for last, experts in ((True, (0, 1)), (False, (0, 2)), (True, (3, 1))):
+    for last, chosen in ((True, (0, 1)), (False, (0, 2)), (True, (3, 1))):
         with zm.accumulate(model, last=last):
-            model(inputs(dist.get_rank()), experts[dist.get_rank()]).sum().backward()
+            model(inputs(dist.get_rank()), chosen[dist.get_rank()]).sum().backward()
         for rank in range(2):
-            (plain(inputs(rank), experts[rank]).sum() / 2).backward()
+            (plain(inputs(rank), chosen[rank]).sum() / 2).backward()
     same_grads(model, plain)
 
 

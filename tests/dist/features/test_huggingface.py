@@ -84,6 +84,11 @@ def test_trains_as_plain(kind):
     of_kind: dict[str, Any] = {"loss_of": loss_of, "data_of": partial(data_of, kind), "clip": 0.5}
     for pair in check(build(kind), *strategies, options={"bucket_bytes": 0}, **of_kind):
         assert sorted(unit.name for unit in engine_of(pair.model).units) == ["", *names]
+        if kind == "llama":
+            options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+            with torch.inference_mode():
+                found = [each.generate(tokens(0, 0, 0, shape=(2, 3)), **options) for each in (pair.model, pair.plain)]
+            assert found[0].shape == (2, 8) and torch.equal(*found)
 
 
 @on_ranks(4)

@@ -22,6 +22,7 @@ from tests.dist.features.parity import (
     Pair,
     close,
     mesh_2x2,
+    mesh_of_world,
     net,
     next_token_loss,
     same_params,
@@ -157,22 +158,6 @@ def test_modules_initialise_themselves():
             assert 0 < state[name].abs().max() <= 0.5  # uniform up to 1/sqrt(4)
 
 
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(3, 3))
-
-
-class Forgetful(Bare):
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight[:2])
-
-
-class Raising(Bare):
-    def reset_parameters(self) -> None:
-        raise ValueError("no bias to initialise")
-
-
 @pytest.mark.parametrize(
     ("strategy", "init"), [("node=0,cluster=0", None), ("node=3,cluster=3", nn.Linear.reset_parameters)]
 )
@@ -192,20 +177,40 @@ def test_what_has_values_keeps_them_beside_what_is_made(strategy, init):
         assert all(torch.isfinite(whole[name]).all() for name in made)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (Raising, r"the initialisation of 0 raised ValueError: no bias to initialise"),
-        (Bare, r"weight is on the meta device and Bare has no reset_parameters"),
-        (Forgetful, r"weight.*left it, or part of it, without values.*init="),
-    ],
-)
-@on_ranks(4)
-def test_values_that_nobody_gives_are_an_error_on_every_rank(kind, message):
-    with torch.device("meta"):
-        model = nn.Sequential(kind(), kind())
-    with pytest.raises(ModelError, match=message):
-        zm.shard(model, mesh_2x2(), "node=3,cluster=1")
+class Bare(nn.Module):
+    """With a buffer of integers, which its `reset_parameters` forgets, or part of its weight, or nothing."""
+
+    def __init__(self, *forgotten: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 3))
+        self.register_buffer("index", torch.empty(4, dtype=torch.int64), persistent=False)
+        self.register_buffer("mask", torch.empty(4, dtype=torch.bool))
+        if forgotten != ("all",):
+            self.reset_parameters = lambda: self.reset(forgotten)
+
+    def reset(self, forgotten: tuple[str, ...]) -> None:
+        if "bias" in forgotten:
+            raise ValueError("no bias to initialise")
+        nn.init.zeros_(self.weight[:2] if "weight" in forgotten else self.weight)
+        self.mask.fill_(True)
+        if "index" not in forgotten:
+            self.index.copy_(torch.arange(4))
+
+
+@on_ranks(2)
+def test_values_that_nobody_gives_are_an_error_on_every_rank():
+    for forgotten, message in (
+        ("all", r"weight is on the meta device and Bare has no reset_parameters"),
+        ("bias", r"the initialisation of 0 raised ValueError: no bias to initialise"),
+        ("weight", r"weight.*left it, or part of it, without values.*init="),
+        ("index", r"index was on the meta device and its initialisation left it"),
+        ("", ""),
+    ):
+        with torch.device("meta"):
+            model = nn.Sequential(Bare(forgotten), Bare(forgotten))
+        with pytest.raises(ModelError, match=message) if message else nullcontext():
+            zm.shard(model, mesh_of_world("cpu"), "node=3")
+    assert all(bare.index.tolist() == [0, 1, 2, 3] and bare.mask.all() for bare in model)
 
 
 @on_ranks(4)
@@ -218,23 +223,21 @@ def test_memory_that_one_rank_lacks_is_an_error_on_every_rank():
         zm.shard(net(), mesh_2x2(), "node=3,cluster=1")
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-@on_ranks(4)
-def test_hugging_face_on_the_meta_device(kind):
+@on_ranks(2)
+def test_hugging_face_on_the_meta_device():
     from tests.dist.features.test_huggingface import build
 
-    expected = build(kind).float()
-    with torch.device("meta"):
-        model = build(kind).float()
-    model.train(expected.training)
-    torch.manual_seed(1)
-    zm.shard(model, mesh_2x2(), "node=3,cluster=1")
-    for (name, held), (_, value) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
-        close(held, value, name)
-    state = zm.full_state_dict(model)
-    for name, value in expected.state_dict().items() if dist.get_rank() == 0 else ():
-        spread = value.std(correction=0).item()
-        assert state[name].std(correction=0).item() == pytest.approx(spread, rel=0.5, abs=1e-9), name
+    for kind in ("llama", "t5"):
+        expected = build(kind).float()
+        with torch.device("meta"):
+            model = build(kind).float()
+        torch.manual_seed(1)
+        zm.shard(model, mesh_of_world("cpu"), "node=3")
+        for (name, held), (_, value) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
+            close(held, value, name)
+        for name, value in zm.full_state_dict(model).items():
+            spread = expected.state_dict()[name].std(correction=0).item()
+            assert value.std(correction=0).item() == pytest.approx(spread, rel=0.5, abs=1e-9), name
 
 
 # ---- the first rank's values
@@ -266,27 +269,6 @@ def test_buffers_are_the_first_rank_s():
 # ---- state
 
 
-@MODES
-@on_ranks(4)
-def test_whole_state_goes_in_and_out(strategy):
-    pair = Pair(base=net(), strategy=strategy)
-    torch.manual_seed(5)
-    other = Net().double()
-    zm.load_full_state_dict(pair.model, other.state_dict() if dist.get_rank() == 0 else {})
-    same_state(pair.model, other)
-    pair.plain.load_state_dict(other.state_dict())
-    pair.train()
-
-
-@on_ranks(4)
-def test_hooks_of_state_dicts_are_not_given_slices():
-    """torchtitan's split a fused weight, which needs the whole of it."""
-    model = net()
-    model.register_state_dict_post_hook(lambda *_: pytest.fail("called with slices"))
-    zm.shard(model, mesh_2x2(), "node=3,cluster=1")
-    assert list(zm.full_state_dict(model)) == (list(net().state_dict()) if dist.get_rank() == 0 else [])
-
-
 @on_ranks(4)
 def test_whole_state_of_dtypes_that_gloo_does_not_know():
     dtypes = (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64)
@@ -295,6 +277,8 @@ def test_whole_state_of_dtypes_that_gloo_does_not_know():
     for name, value in values.items():
         model.register_buffer(name, torch.zeros(3, 2).to(value.dtype).t())
     model.register_buffer("none", torch.zeros(0, 2, dtype=torch.int16))
+    # torchtitan's split a fused weight, which needs the whole of it.
+    model.register_state_dict_post_hook(lambda *_: pytest.fail("called with slices"))
     model.register_parameter("codes", nn.Parameter(torch.zeros(3, dtype=torch.uint16), requires_grad=False))
     zm.shard(model, mesh_2x2(), "node=2,cluster=1")
     state = values | {"weight": torch.eye(2), "bias": torch.ones(2), "none": torch.zeros(0, 2)}
@@ -303,6 +287,7 @@ def test_whole_state_of_dtypes_that_gloo_does_not_know():
     for name, value in (values | {"codes": state["codes"]}).items():
         assert getattr(model, name).equal(value), name
     assert model(torch.tensor([3.0, 4.0])).tolist() == [4.0, 5.0]
+    assert set(zm.full_state_dict(model)) == (set(state) if dist.get_rank() == 0 else set())
 
 
 @MODES

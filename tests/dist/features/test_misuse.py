@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
-from tests.dist.features.parity import BOUND, close, local_part, sgd
+from tests.dist.features.parity import BOUND, Part, Unit, close, local_part, sgd
 from tests.dist.pool import kept, on_ranks
 from zeromesh.errors import ModelError
 
@@ -189,6 +189,29 @@ def test_a_weight_needs_its_total_and_its_backward():
         loss.backward()
 
 
+@pytest.mark.parametrize("strategy", ["node=3", "node=0"])
+@on_ranks(2)
+def test_two_models_in_one_backward_keep_their_weights(strategy):
+    """Each has a total of its own; in gradients, then in the loss. A loss that counts nothing is NaN."""
+    rank, x = dist.get_rank(), inputs(dist.get_rank())
+    torch.manual_seed(0)
+    bases = [nn.Linear(WIDTH, 1, bias=False).double() for _ in range(2)]
+    models, weights = [sharded(base, strategy) for base in bases], (float(rank), 10.0 - 2 * rank)
+    totals = [zm.sum_over_ranks(models[0], weight) for weight in weights]
+    for in_loss in (False, True):
+        with (
+            zm.accumulate(models[0], last=True, weight=weights[0], total=totals[0]) as weigh_first,
+            zm.accumulate(models[1], last=True, weight=weights[1], total=totals[1]) as weigh_second,
+        ):
+            losses = models[0](x).sum() * (1.0 if rank else torch.nan), models[1](x).sum()
+            (weigh_first(losses[0]) + weigh_second(losses[1]) if in_loss else sum(losses)).backward()
+        for model, base, weight, total in zip(models, bases, weights, totals, strict=True):
+            base.zero_grad()
+            (base(x).sum() * weight / total * 2).backward()
+            same_grads(model, base)
+            zm.zero_grad(model)
+
+
 # ---- values that a backward needs
 
 
@@ -222,32 +245,18 @@ def test_gradients_that_carry_a_graph_are_summed_without_it():
     assert not any(param.grad.local.requires_grad for param in model.parameters())
 
 
-class Boxed(nn.Module):
-    """Returns its tensor in an object that no hook can look into."""
+@on_ranks(2)
+def test_a_block_whose_output_cannot_be_seen_is_refused():
+    """As its tensor is in an object that no hook can look into."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, box):
-        return SimpleNamespace(h=self.inner(box.h))
-
-
-class Boxes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Boxed(block) for block in chain())
-
-    def forward(self, x):
+    def compute(self, x):
         box = SimpleNamespace(h=x)
         for block in self.blocks:
             box = block(box)
         return box.h
 
-
-@on_ranks(2)
-def test_a_block_whose_output_cannot_be_seen_is_refused():
-    x, base = inputs(dist.get_rank()), Boxes()
+    boxed = [Unit(lambda self, box: SimpleNamespace(h=self.inner(box.h)), inner=block) for block in chain()]
+    x, base = inputs(dist.get_rank()), Part(compute, blocks=nn.ModuleList(boxed))
     model = sharded(base, "node=3")
     with pytest.raises(ModelError, match=r"the backward of unit 'blocks\.\d' began unseen.*return tensors"):
         model(x).sum().backward()
@@ -291,23 +300,15 @@ def test_a_backward_after_the_step_that_followed_its_forward_is_refused(strategy
     optimizer.step()
 
 
-class Paths(nn.Module):
-    """Runs the blocks that it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(chain())
-
-    def forward(self, x, path):
+@pytest.mark.parametrize("strategy", ["node=2", "node=1", "node=0"])
+@on_ranks(2)
+def test_ranks_may_differ_in_every_backward_of_a_forward(strategy):
+    def compute(self, x, path):
         for index in path:
             x = self.blocks[index](x)
         return x
 
-
-@pytest.mark.parametrize("strategy", ["node=2", "node=1", "node=0"])
-@on_ranks(2)
-def test_ranks_may_differ_in_every_backward_of_a_forward(strategy):
-    base, rank = Paths(), dist.get_rank()
+    base, rank = Part(compute, blocks=nn.ModuleList(chain())), dist.get_rank()
     model, x = sharded(base, strategy), inputs(rank)
     for paths in (([0, 1, 2], [0, 2]), ([1, 3], [0, 1, 2])):
         path = paths[rank]

@@ -16,6 +16,8 @@ from tests.dist.features.parity import (
     Block,
     Net,
     Pair,
+    Part,
+    Unit,
     adamw,
     check,
     mean_square,
@@ -191,28 +193,13 @@ class Sizes(nn.Module):
         return torch.tanh(x @ self.turned * self.three * self.one + self.none.sum()) @ self.turned.t() * self.scalar
 
 
-class Hollow(nn.Module):
-    """Of which nothing is to be gathered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.none = nn.Parameter(torch.empty(0, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.none.sum()
-
-
 @on_ranks(4)
 def test_parameters_smaller_than_the_world():
     torch.manual_seed(0)
-    base = nn.Sequential(Sizes(), nn.Linear(5, 5), Hollow(), Sizes()).double()
-    check(
-        base,
-        *("node=3,cluster=3", "node=2,cluster=1", DEFERRED),
-        options={"units": ["Sizes", "Linear", "Hollow"]},
-        loss_of=mean_square,
-        data_of=vectors(5),
-    )
+    hollow = Unit(lambda self, x: x + self.none.sum(), none=nn.Parameter(torch.empty(0, 4)))  # nothing is gathered
+    base, units = nn.Sequential(Sizes(), nn.Linear(5, 5), hollow, Sizes()).double(), ["Sizes", "Linear", "Unit"]
+    strategies = ("node=3,cluster=3", "node=2,cluster=1", DEFERRED)
+    check(base, *strategies, options={"units": units}, loss_of=mean_square, data_of=vectors(5))
 
 
 @on_ranks(4)
@@ -232,29 +219,19 @@ def test_dtypes_that_cannot_train():
 # ---- unused
 
 
-class Gated(nn.Module):
-    """Blocks of which a batch uses those it names, in that order: negative ones get no gradient."""
+def gated() -> nn.Module:
+    """Blocks of which a batch uses those it names, in that order."""
 
-    def __init__(self, num_blocks: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 5)
-        self.blocks = nn.ModuleList(Block(5) for _ in range(num_blocks))
-        self.extra = nn.Linear(5, 5)
-        self.head = nn.Linear(5, 11)
-
-    def forward(self, batch: tuple[Tensor, list[int]]) -> Tensor:
+    def compute(self, batch):
         tokens, path = batch
         x = self.embed(tokens)
         for index in path:
             x = self.blocks[index](x)
-        if len(path) % 2:
-            x = x + self.extra(x)
-        return self.head(x)
+        return self.head(x + self.extra(x) if len(path) % 2 else x)
 
-
-def gated() -> Gated:
     torch.manual_seed(0)
-    return Gated().double()
+    blocks, embed = nn.ModuleList(Block(5) for _ in range(4)), nn.Embedding(11, 5)
+    return Part(compute, embed=embed, blocks=blocks, extra=nn.Linear(5, 5), head=nn.Linear(5, 11)).double()
 
 
 def gated_loss(model: nn.Module, batch: tuple[Tensor, list[int]]) -> Tensor:
@@ -329,17 +306,6 @@ def test_units_inside_units_and_with_slots_of_their_own():
         assert {"blocks.0", "blocks.0.up", "blocks.0.down", "head"} <= set(names) and "embed" not in names
 
 
-class Interleaved(nn.Module):
-    """Calls the second block from within the first, though it is registered beside it."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Caller(5) for _ in range(num_blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[0](x, self.blocks[2])
-
-
 class Caller(Block):
     def forward(self, x: Tensor, other: nn.Module | None = None) -> Tensor:
         x = super().forward(x)
@@ -348,8 +314,10 @@ class Caller(Block):
 
 @on_ranks(4)
 def test_a_unit_called_from_another_that_does_not_enclose_it():
+    """Though it is registered beside it."""
     torch.manual_seed(0)
-    base = Interleaved(3).double()
+    blocks = nn.ModuleList(Caller(5) for _ in range(3))
+    base = Part(lambda self, x: self.blocks[0](x, self.blocks[2]), blocks=blocks).double()
     arguments: dict[str, Any] = {"loss_of": mean_square, "data_of": vectors(5)}
     check(base, "node=0,cluster=1", **arguments)
     check(base, "node=3,cluster=1", options={"resident": ["blocks.0"]}, **arguments)

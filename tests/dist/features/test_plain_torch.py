@@ -21,7 +21,18 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
-from tests.dist.features.parity import Pair, check, close, local_part, mean_square, same_params, sgd, vectors
+from tests.dist.features.parity import (
+    Pair,
+    Part,
+    Unit,
+    check,
+    close,
+    local_part,
+    mean_square,
+    same_params,
+    sgd,
+    vectors,
+)
 from tests.dist.features.test_misuse import (
     STAGES,
     WIDTH,
@@ -300,52 +311,6 @@ def test_norms_that_no_sum_over_ranks_gives(strategy):
 
 
 # ---- modules
-
-
-class Flags(nn.Module):
-    """Buffers of integers and flags, which its `reset_parameters` forgets or not."""
-
-    def __init__(self, complete: bool) -> None:
-        super().__init__()
-        self.complete = complete
-        self.lin = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("index", torch.arange(WIDTH), persistent=False)
-        self.register_buffer("mask", torch.ones(WIDTH, dtype=torch.bool))
-
-    def reset_parameters(self) -> None:
-        if self.complete:
-            self.index.copy_(torch.arange(WIDTH))
-            self.mask.fill_(True)
-
-    def forward(self, x):
-        return self.lin(x[:, self.index]) * self.mask
-
-
-@on_ranks(2)
-def test_integers_and_flags_on_the_meta_device_need_values_too():
-    with torch.device("meta"):
-        forgetful, complete = Flags(complete=False), Flags(complete=True)
-    with pytest.raises(ModelError, match=r"index was on the meta device and its initialisation left it"):
-        zm.shard(forgetful, mesh(), "node=3")
-    zm.shard(complete, mesh(), "node=3")
-    assert complete.index.tolist() == list(range(WIDTH)) and complete.mask.all()
-
-
-class Part(nn.Module):
-    """Anything: parts by name, and a forward."""
-
-    def __init__(self, compute: Callable[..., Any], **parts: Any) -> None:
-        super().__init__()
-        self.compute = compute
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.compute(self, *args, **kwargs)
-
-
-class Unit(Part):
-    """One that is a unit."""
 
 
 def lin(width: int = WIDTH) -> nn.Linear:
@@ -641,16 +606,12 @@ def test_methods_that_are_registered_compute_as_a_forward_does(strategy):
 # ---- what a forward does with the parameters themselves
 
 
-class Codebook(nn.Module):
-    """Puts something else in the place of its weight, as codebooks of moving averages do."""
+@SOME
+@on_ranks(2)
+def test_parameters_that_a_forward_replaces_are_refused(strategy):
+    """As codebooks of moving averages do."""
 
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-        self.tanh = nn.Tanh()
-        self.way = way
-
-    def forward(self, x):
+    def compute(self, x):
         self.lin = self.lin.to(x.dtype)  # which it has
         out = self.lin(x)
         if self.way == "assigned":
@@ -659,13 +620,9 @@ class Codebook(nn.Module):
             self.lin.weight.data = torch.zeros(WIDTH, WIDTH).double()
         return out
 
-
-@SOME
-@on_ranks(2)
-def test_parameters_that_a_forward_replaces_are_refused(strategy):
     for way in ("assigned", "data"):
-        blocks = nn.Sequential(*(Codebook("") for _ in range(4)))
-        model = zm.shard(blocks.double(), mesh(), strategy, units=[Codebook], bucket_bytes=0)
+        blocks = nn.Sequential(*(Unit(compute, lin=lin(), way="") for _ in range(4)))
+        model = zm.shard(blocks.double(), mesh(), strategy, units=[Unit], bucket_bytes=0)
         blocks[2].way = way
         for grad in (True, False):
             with torch.set_grad_enabled(grad), pytest.raises(ModelError, match=r"zm\.shard has put 2\.lin\.weight"):
@@ -673,7 +630,7 @@ def test_parameters_that_a_forward_replaces_are_refused(strategy):
         blocks[2].way = ""
         if way == "assigned":  # else the layer's memory is another for good
             model(inputs()).sum().backward()
-        root = zm.shard(Codebook(way).double(), mesh(), strategy, units=[nn.Tanh])
+        root = zm.shard(Part(compute, lin=lin(), tanh=nn.Tanh(), way=way).double(), mesh(), strategy, units=[nn.Tanh])
         with pytest.raises(ModelError, match=r"where zm\.shard has put lin\.weight"):
             root(inputs())
         assert all(isinstance(param, ShardedParameter) for param in root.parameters())

@@ -153,7 +153,7 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "mean": lambda p: p.mean(),
     "mean of squares": lambda p: (p**2).mean(),
     "norm": lambda p: p.norm(),
-    "linalg.norm": lambda p: torch.linalg.norm(p.flatten() if not isinstance(p, Slice) and p.dim() > 1 else p),
+    "linalg.norm": torch.linalg.norm,
     "number of dims": lambda p: (p.ndimension(), torch.numel(p)),
     "vector_norm": lambda p: torch.linalg.vector_norm(p, 1.0),
     "foreach_norm": lambda p: torch._foreach_norm([p])[0],
