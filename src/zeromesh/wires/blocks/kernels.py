@@ -25,8 +25,11 @@ from zeromesh.wires.blocks.quantiser import SMALLEST, split
 from zeromesh.wires.format import Codec
 from zeromesh.wires.target import Target
 
-ROWS = 8
+ROWS = 16
 """Blocks per program: 4 KiB of fp32 at a block of 128, enough loads in flight for one program."""
+
+MAGIC = tl.constexpr(12582912.0)
+"""1.5 * 2**23: adding it leaves no bits for a fraction, so it rounds half to even; the lowest byte is the number."""
 
 LAUNCH = {"enable_fp_fusion": False}
 """Options of every kernel. The kernels are bound by memory, so the additional instructions cost nothing."""
@@ -42,13 +45,41 @@ def _inverse_and_scale(largest, has_nan, LARGEST: tl.constexpr, SMALLEST_: tl.co
 
 
 @triton.jit
-def _round(values, offsets, seed, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr):
-    if STOCHASTIC:
-        values = tl.floor(values + tl.rand(seed, offsets))
-    else:
-        magic = 12582912.0  # 1.5 * 2**23: adding it leaves no fraction bits, rounding half to even
-        values = (values + magic) - magic
+def _round(values, noise, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """To whole numbers within +-LARGEST: at random where `noise` is uniform in [1, 2), else to nearest."""
+    values = tl.floor(values + noise) - 1.0 if STOCHASTIC else values + MAGIC - MAGIC
     return tl.minimum(tl.maximum(values, -LARGEST), LARGEST)
+
+
+@triton.jit
+def _noise(seed, rows, ROWS_: tl.constexpr, COLUMNS: tl.constexpr):
+    """Uniform numbers in [1, 2) for two halves of some blocks, of 23 bits each: one draw serves four elements."""
+    pairs = rows[:, None] * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)[None, :]
+    one, two, three, four = tl.randint4x(seed, pairs)
+    first = tl.reshape(tl.join(one, two), (ROWS_, COLUMNS))
+    second = tl.reshape(tl.join(three, four), (ROWS_, COLUMNS))
+    return _between(first), _between(second)
+
+
+@triton.jit
+def _between(bits):
+    """Floating-point numbers in [1, 2) with the upper bits as fractions."""
+    return ((bits.to(tl.uint32, bitcast=True) >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _code(values):
+    """Whole numbers as signed bytes, by the lowest bits of a sum: a conversion runs at a quarter of the rate."""
+    return (values + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def _bounded(columns, numel, HALF: tl.constexpr, COLUMNS: tl.constexpr):
+    """The columns of a half. Where that is no power of two, lanes beyond it are outside of the tensor: nothing is read."""
+    if HALF == COLUMNS:
+        return columns  # the compiler sees that they are contiguous, and loads and stores them in wide words
+    else:
+        return tl.where(columns < HALF, columns, numel)
 
 
 @triton.jit
@@ -65,21 +96,24 @@ def _two_halves(pointer, rows, columns, numel, HALF: tl.constexpr):
 def _store_message(
     codes, scales, rows, columns, blocks, low, high, first, second, seed,
     HALF: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr,
-    STOCHASTIC: tl.constexpr, SMALLEST_: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SMALLEST_: tl.constexpr, ROWS_: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Quantises two halves of some blocks and stores codes and scales; returns what the message holds."""
     largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
     nans = tl.max((first != first).to(tl.int32), axis=1) + tl.max((second != second).to(tl.int32), axis=1)
     inverse, scale = _inverse_and_scale(largest, nans > 0, LARGEST, SMALLEST_)
-    first = _round(first * inverse[:, None], low, seed, LARGEST, STOCHASTIC)
-    second = _round(second * inverse[:, None], high, seed, LARGEST, STOCHASTIC)
+    if STOCHASTIC:
+        first_noise, second_noise = _noise(seed, rows, ROWS_, COLUMNS)
+    else:
+        first_noise, second_noise = first, second
+    first = _round(first * inverse[:, None], first_noise, LARGEST, STOCHASTIC)
+    second = _round(second * inverse[:, None], second_noise, LARGEST, STOCHASTIC)
     inside = (rows < blocks)[:, None] & (columns < HALF)[None, :]
     if BITS == 8:
-        tl.store(codes + low, first.to(tl.int8), mask=inside)
-        tl.store(codes + high, second.to(tl.int8), mask=inside)
+        tl.store(codes + low, _code(first), mask=inside)
+        tl.store(codes + high, _code(second), mask=inside)
     else:
-        packed = (first + 16.0 * second).to(tl.int8)
-        tl.store(codes + rows[:, None] * HALF + columns[None, :], packed, mask=inside)
+        tl.store(codes + rows[:, None] * HALF + columns[None, :], _code(first + 16.0 * second), mask=inside)
     tl.store(scales + rows, scale.to(scales.dtype.element_ty), mask=rows < blocks)
     return first * scale[:, None], second * scale[:, None]
 
@@ -127,7 +161,7 @@ def _quantise_kernel(
     seed += tl.program_id(1)
     rows = (tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
-    bounded = tl.where(columns < HALF, columns, numel)  # a half that is no power of two: lanes beyond it load nothing
+    bounded = _bounded(columns, numel, HALF, COLUMNS)
     low, high, first, second = _two_halves(source, rows, bounded, numel, HALF)
     if FEEDBACK:
         _, _, first_lost, second_lost = _two_halves(residual, rows, bounded, numel, HALF)
@@ -135,7 +169,7 @@ def _quantise_kernel(
         second += second_lost
     first_sent, second_sent = _store_message(
         codes, scales, rows, columns, blocks, low, high, first, second, seed,
-        HALF, BITS, LARGEST, STOCHASTIC, SMALLEST_,
+        HALF, BITS, LARGEST, STOCHASTIC, SMALLEST_, ROWS_, COLUMNS,
     )  # fmt: skip
     if FEEDBACK:
         _store_lost(residual, low, high, first - first_sent, second - second_sent, numel)
@@ -155,7 +189,7 @@ def _dequantise_kernel(
     rows = (tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     first, second = _load_message(codes, scales, rows, columns, blocks, HALF, BITS)
-    bounded = tl.where(columns < HALF, columns, numel)
+    bounded = _bounded(columns, numel, HALF, COLUMNS)
     low = rows[:, None] * (2 * HALF) + bounded[None, :]
     high = low + HALF
     tl.store(target + low, first.to(target.dtype.element_ty), mask=low < numel)
@@ -191,7 +225,7 @@ def _reduce_kernel(
 ):  # fmt: skip
     rows = (tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
-    bounded = tl.where(columns < HALF, columns, numel)
+    bounded = _bounded(columns, numel, HALF, COLUMNS)
     low, high, own_first, own_second = _two_halves(own, rows, bounded, numel, HALF)
     first, second = _add_up(
         codes, scales, codes_stride, scales_stride, own_first, own_second, own_index, rows, columns, blocks, factor,
@@ -216,7 +250,7 @@ def _requantise_kernel(
 ):  # fmt: skip
     rows = (tl.program_id(0) * ROWS_ + tl.arange(0, ROWS_)).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
-    bounded = tl.where(columns < HALF, columns, numel)
+    bounded = _bounded(columns, numel, HALF, COLUMNS)
     low, high, own_first, own_second = _two_halves(own, rows, bounded, numel, HALF)
     first, second = _add_up(
         codes, scales, codes_stride, scales_stride, own_first, own_second, own_index, rows, columns, blocks, factor,
@@ -228,7 +262,7 @@ def _requantise_kernel(
         second += second_lost
     first_sent, second_sent = _store_message(
         sum_codes, sum_scales, rows, columns, blocks, low, high, first, second, seed,
-        HALF, BITS, LARGEST, STOCHASTIC, SMALLEST_,
+        HALF, BITS, LARGEST, STOCHASTIC, SMALLEST_, ROWS_, COLUMNS,
     )  # fmt: skip
     if FEEDBACK:
         _store_lost(residual, low, high, first - first_sent, second - second_sent, numel)
