@@ -75,7 +75,7 @@ def _code(values):
 
 @triton.jit
 def _bounded(columns, numel, HALF: tl.constexpr, COLUMNS: tl.constexpr):
-    """The columns of a half. Where that is no power of two, lanes beyond it are outside of the tensor: nothing is read."""
+    """The columns of a half. Where that is no power of two, the lanes beyond it are outside of the tensor."""
     if HALF == COLUMNS:
         return columns  # the compiler sees that they are contiguous, and loads and stores them in wide words
     else:
