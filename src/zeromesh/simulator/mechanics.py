@@ -52,6 +52,7 @@ class Mechanics:
         overlap_reduce: False: it stands still for every reduction of a micro-batch.
         overlap_boundary: False: gradients are reduced to the state shard after the backward, not under it.
         overlap_refresh: False: updated parameters are gathered before the next forward starts.
+        windowed: refreshes start a few units ahead of the forward, as ours do; False: all start with the step.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Mechanics:
     overlap_reduce: bool = True
     overlap_boundary: bool = True
     overlap_refresh: bool = True
+    windowed: bool = False
 
     def lane(self, kind: LaneKind) -> str:
         """The queue that work of `kind` waits in."""
@@ -95,7 +97,7 @@ _ONE_FOR_REDUCTIONS: tuple[tuple[LaneKind, str], ...] = (
 )
 
 ENGINES: dict[str, Mechanics] = {
-    "zeromesh": Mechanics(name="zeromesh", collects=True, workspace=True, bucket_bytes=BUCKET_BYTES),
+    "zeromesh": Mechanics(name="zeromesh", collects=True, workspace=True, bucket_bytes=BUCKET_BYTES, windowed=True),
     "fsdp": Mechanics(name="fsdp", joint=True, lanes=_ONE_QUEUE, communicators=1, copies=1, planned=False),
     "deepspeed": Mechanics(
         name="deepspeed",

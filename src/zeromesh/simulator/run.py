@@ -376,6 +376,8 @@ class Step:
     def _updated(self) -> None:
         self.backend.begin_step()
         self.interpreter.stepped(range(len(self.setup.schedule.units)))
+        if not self.setup.mechanics.windowed:
+            self.interpreter.catch_up()
         if not self.setup.mechanics.overlap_refresh:
             self.backend.drain()
 
