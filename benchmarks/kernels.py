@@ -16,6 +16,7 @@ its cache, as collectives use them. Bytes are what each must read and write at l
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -81,7 +82,7 @@ class Case:
         """The function that runs each operation."""
         from zeromesh.wires.blocks.kernels import TritonQuantiser
 
-        quantiser, whole = TritonQuantiser(self.form), slice(0, self.values.numel())
+        quantiser, whole = TritonQuantiser(self.form, generator(self.form)), slice(0, self.values.numel())
         return {
             "copy": lambda: self.target.copy_(self.values),
             "quantise": lambda: quantiser.quantise(self.values, self.messages[0]),
@@ -93,7 +94,7 @@ class Case:
     def on_cpu(self) -> dict[str, Callable[[], object]]:
         """The same piece by piece."""
         memory = torch.zeros(self.form.memory_bytes(Messages.longest), dtype=torch.uint8)
-        quantiser = Quantiser(self.form, Messages.longest, memory)
+        quantiser = Quantiser(self.form, Messages.longest, memory, generator(self.form))
 
         def pieces() -> Iterator[tuple[slice, slice]]:
             for part in parts(self.values.numel(), Messages.longest):
@@ -126,6 +127,11 @@ class Case:
         }
 
 
+def generator(form: QuantFormat) -> torch.Generator | None:
+    """For rounding at random, which gradients without error feedback use."""
+    return torch.Generator().manual_seed(0) if form.stochastic else None
+
+
 def seconds(call: Callable[[], object], device: str, repeats: int) -> float:
     """Median seconds of one call over `repeats`."""
     for _ in range(2):  # compiled at the first
@@ -151,8 +157,9 @@ def seconds(call: Callable[[], object], device: str, repeats: int) -> float:
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for mib in args.mib:
         for name, dtype in DTYPES.items():
-            for bits in (8, 4):
-                case = Case.make(QuantFormat(bits=bits), (mib << 20) // dtype.itemsize, dtype, args.device)
+            for bits, stochastic in itertools.product((8, 4), (False, True)):
+                form = QuantFormat(bits=bits, stochastic=stochastic)
+                case = Case.make(form, (mib << 20) // dtype.itemsize, dtype, args.device)
                 calls = case.on_cpu() if args.device == "cpu" else case.on_gpu()
                 calls["quantise"]()
                 case.messages.copy_(case.messages[0].clone().expand_as(case.messages))
@@ -162,6 +169,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "tensor_bytes": case.values.nbytes,
                     "dtype": name,
                     "bits": bits,
+                    "stochastic": stochastic,
                     "bytes_per_s": {each: round(rate) for each, rate in rates.items()},
                     "share_of_copy": {each: round(rates[each] / rates["copy"], 3) for each in calls if each != "copy"},
                 }

@@ -19,11 +19,11 @@ FOLDERS = ("src", "bench", "benchmarks", "examples", "lab", "tools", "validation
 CORE = tuple(f"src/zeromesh/{room}/" for room in ("strategy", "schedule", "comm", "collectives", "engine"))
 BEGINNING = re.compile(r"(?:#\s*)?(?:Of|What)\b")
 OLD = {
-    "GradDestinations": "GradDestinations",
-    "BufferLayout": "BufferLayout",
-    "LazyTensor": "LazyTensor",
-    "lazy_sources": "lazy_sources",
-    "read_lazy": "read_lazy",
+    "Homes": "GradDestinations",
+    "Placed": "BufferLayout",
+    "Promised": "LazyTensor",
+    "promised_of": "lazy_sources",
+    "read_promised": "read_lazy",
 }
 """Names that are not used again, and the ones in their place."""
 ANYWHERE = re.compile(r"\bwhat(?:ever)?\b", re.IGNORECASE)
