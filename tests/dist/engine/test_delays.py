@@ -49,8 +49,9 @@ def test_late_or_early_the_bits_are_the_same():
             require_same(strategy, trained(strategy, Case(precision="fp32"), 2, 2), expected)
 
 
-LATE_S = 0.02
-"""More than the computation takes between two points: else a run without a wait might end well by chance."""
+LATE_S = 0.15
+"""Far more than the computation takes between two points, on a busy machine too: else a run without a wait might end
+well by chance."""
 
 FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[None]]]] = {
     "a gather, before its parameters are used": ("node=3,cluster=1", lambda: without_wait("ticket")),
