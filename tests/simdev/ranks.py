@@ -74,6 +74,9 @@ def on_device() -> None:
     if simdev.BACKEND in str(dist.get_backend_config()):
         return
     rank, world, store = dist.get_rank(), dist.get_world_size(), dist.FileStore(f"{pool._joined[0]}-device", -1)
+    # A rank that leaves while another still connects to it would end that one's join.
+    store.set(f"joined/{rank}", "")
+    store.wait([f"joined/{each}" for each in range(world)])
     dist.destroy_process_group()
     dist.init_process_group(f"cpu:gloo,simdev:{simdev.BACKEND}", store=store, rank=rank, world_size=world)
 
