@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "bench", "benchmarks", "examples", "lab", "tools", "validation")
-CORE = tuple(f"src/zeromesh/{room}/" for room in ("strategy", "schedule", "comm", "collectives", "engine"))
+CORE = tuple(f"src/zeromesh/{room}/" for room in ("strategy", "wires", "schedule", "comm", "collectives", "engine"))
 BEGINNING = re.compile(r"(?:#\s*)?(?:Of|What)\b")
 OLD = {
     "Homes": "GradDestinations",

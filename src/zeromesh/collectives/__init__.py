@@ -1,5 +1,5 @@
-"""Ways to carry out collectives over several levels: level after level, or a class in a module
-or folder of its own. `zeromesh.strategy.collective.HOMES` has a line for each."""
+"""Ways to carry out collectives over several levels. The two plain ones are here; each further one has a folder. All
+have a line in `zeromesh.strategy.collective.HOMES`."""
 
 from __future__ import annotations
 

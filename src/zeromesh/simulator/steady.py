@@ -7,9 +7,9 @@ A few are simulated and looked through for such a state in every phase; if each 
 theirs plus that many repetitions, and exact. Slots take turns, so states can only be equal where the same slots are
 next (`period`). Where a queue grows from block to block, no state comes back, and all blocks have to be simulated.
 
-The first forward is another matter: the refreshes of all units are in flight as it begins, so that more blocks change
-what happens beside its first ones. It is simulated with all of them, and must come to the state that it comes to with
-few.
+The first forward is another matter: refreshes are in flight as it begins, in other engines those of all units, so that
+more blocks change the traffic beside its first ones. It is simulated with all of them, and must come to the state that
+it comes to with few.
 """
 
 from __future__ import annotations

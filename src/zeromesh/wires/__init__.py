@@ -1,4 +1,4 @@
-"""Wire formats: what a message of n elements is. One folder each, with one line in `REGISTERED`. Torch-free but for the
+"""Wire formats: the messages of n elements. One folder each, with one line in `REGISTERED`. Torch-free but for the
 codecs, which are imported when the first message is made.
 
 A wire sends the elements in one of `DTYPES`, which collectives add up as they are, or coded: in messages of a

@@ -35,11 +35,12 @@ class TorchCodec(Codec):
 
     @abstractmethod
     def encode(self, values: Tensor, message: Tensor, *, restore: bool) -> None:
-        """Writes fp32 `values`, whole granules, to `message`; overwrites them, to `restore` with what it holds."""
+        """Writes fp32 `values`, whole granules, to `message`; overwrites them, to `restore` with the message's
+        values."""
 
     @abstractmethod
     def decode(self, message: Tensor, values: Tensor) -> None:
-        """Fills fp32 `values`, whole granules, with what `message` holds."""
+        """Fills fp32 `values`, whole granules, with those of `message`."""
 
     def quantise_each(
         self,

@@ -45,7 +45,7 @@ class Codec(ABC):
 
     @abstractmethod
     def dequantise_each(self, messages: Sequence[Tensor], targets: Sequence[Tensor], *, skipped: int = -1) -> None:
-        """Writes what every message holds to its target, rounded once to its dtype, but for the skipped one."""
+        """Writes every message's values to its target, rounded once to its dtype, but for the skipped one."""
 
     def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
         """`quantise_each` of one."""
@@ -58,7 +58,7 @@ class Codec(ABC):
 
     @abstractmethod
     def reduce(self, messages: Tensor, own: Tensor, own_index: int, target: Target, part: slice) -> None:
-        """Adds up in fp32, in the order of the ranks, what several of them sent and the own piece as it is.
+        """Adds up in fp32, in the order of the ranks, the messages of the others and the own piece as it is.
 
         Args:
             messages: (ranks, message bytes); the row of `own_index` is not read.
@@ -78,11 +78,11 @@ class Codec(ABC):
         message: Tensor,
         residual: Tensor | None = None,
     ) -> None:
-        """`reduce`, times the target's scale, to a message; what that holds goes to `target.out[part]`.
+        """`reduce`, times the target's scale, to a message, whose values go to `target.out[part]`.
 
         Args:
             messages, own, own_index, part: as for `reduce`.
-            target: of what the message holds; nothing is added to it.
+            target: of the message's values; nothing is added to them.
             message, residual: as for `quantise`.
         """
 
@@ -95,7 +95,7 @@ class WireFormat(ABC):
     overflow detection still sees it.
 
     [Note: Which codec] One of torch's operations, on any device, in memory that the schedule counts; a format's kernels
-    in Triton, which need none, where it has some and `has_triton`. What exchanges messages takes the first, always.
+    in Triton, which need none, where it has some and `has_triton`. A transport of messages always takes the first.
 
     Args:
         spellings: all that `parse` takes, for messages.
@@ -156,4 +156,4 @@ class WireFormat(ABC):
     @abstractmethod
     def codec(self, numel: int, memory: Tensor, generator: torch.Generator | None) -> Codec:
         """The codec for tensors of up to `numel` elements where `memory` is: `memory_bytes(numel)` bytes, or any number
-        where kernels need none. The generator of what is drawn is on the host."""
+        where kernels need none. The generator of random numbers is on the host."""

@@ -16,7 +16,7 @@ class Target:
     Args:
         out: of the chunk's length.
         scale: factor of the sum.
-        accumulate: add to what is there.
+        accumulate: add to the values there.
     """
 
     out: Tensor
@@ -71,7 +71,7 @@ def _add(total: Tensor, term: Tensor, widened: Tensor) -> None:
     """Adds a term, widened first, which loses nothing.
 
     On the CPU through `widened`, which stays in cache, since torch would allocate its own. A device's kernel widens
-    what it loads, so a term is one launch. Not one for all terms: `torch.sum` over a dimension is not in their order.
+    as it loads, so a term is one launch. Not one for all terms: `torch.sum` over a dimension is not in their order.
     """
     narrow = term.dtype != total.dtype and total.is_cpu
     total.add_(widened.copy_(term) if narrow else term)

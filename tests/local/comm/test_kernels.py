@@ -29,11 +29,11 @@ TYPES = {
     "sum_scales": "*fp32",
     "factor": "fp32",
 } | dict.fromkeys(("source", "own", "target", "out", "residual"), "*bf16")
-"""Of the kernels' arguments, as Triton spells them; the others are `i64`."""
+"""Types of the kernels' arguments, as Triton spells them; the others are `i64`."""
 SINGLE = ("skipped", "own_index", "blocks", "seed")
 """Arguments of any value. The others are addresses, strides and lengths of whole granules."""
 THREADS = 128
-"""Of a program: Triton's default."""
+"""Threads of a program: Triton's default."""
 
 
 @pytest.mark.skipif(not INSTALLED, reason="triton is not installed")

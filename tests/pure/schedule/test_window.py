@@ -15,7 +15,7 @@ from zeromesh.strategy import Layout
 
 @dataclass(slots=True)
 class Issued(Counted):
-    """Notes which gathers and refreshes start, in order."""
+    """Notes which gathers and refreshes start, and which units compute, in order."""
 
     calls: list[tuple[str, int]] = field(default_factory=list)
 
@@ -34,7 +34,7 @@ def issued(strategy: str, order: list[int]) -> tuple[list[tuple[str, int]], int]
     interpreter.stepped(range(len(schedule.units)))
     made = len(backend.calls)
     for last in (False, True):
-        run_micro_batch(interpreter, last=last, compute=lambda phase, part: None)
+        run_micro_batch(interpreter, last=last, compute=lambda phase, unit: backend.calls.append((phase, unit)))
     return backend.calls, made
 
 
@@ -46,7 +46,10 @@ def test_no_gather_waits_for_a_refresh_that_it_does_not_need(prefetch: int, orde
     for kind, unit in calls:
         if kind == "refresh":
             refreshed.append(unit)
-        elif first.pop(unit, 0) is None:
+        elif kind == "forward" and unit:
+            begun = order[: order.index(unit) + prefetch + 2]
+            assert set(begun[1:]) <= set(refreshed)  # those that are prefetched, and one more: the lane is at work
+        elif kind == "gather" and first.pop(unit, 0) is None:
             assert len(refreshed[refreshed.index(unit) :]) <= 2  # its own, and one that begins as its own ends
     assert refreshed == order[1:]  # the root, which comes first, trains nothing
     assert made == 2
@@ -54,4 +57,5 @@ def test_no_gather_waits_for_a_refresh_that_it_does_not_need(prefetch: int, orde
 
 def test_where_ranks_may_call_other_units_all_start_with_the_step():
     calls, made = issued("node=1,cluster=1", [0, 1, 2, 3, 4, 5])
-    assert calls[:made] == [("refresh", unit) for unit in range(1, 6)] and len(calls) == made
+    assert calls[:made] == [("refresh", unit) for unit in range(1, 6)]
+    assert not {"refresh", "gather"} & {kind for kind, _ in calls[made:]}

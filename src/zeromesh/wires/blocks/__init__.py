@@ -1,4 +1,4 @@
-"""Blockwise quantisation: what a flat tensor looks like on an int8 or int4 wire.
+"""Blockwise quantisation: a flat tensor on an int8 or int4 wire.
 
 [Note: Wire format] Each block of `block` consecutive elements has one scale s = max|x| / Q, Q = 127 for int8 and 7 for
 int4, and codes round(x / s) in -Q..Q. A message of n elements is the codes of all blocks, then their scales; the last
@@ -11,7 +11,7 @@ on whole vectors. ::
 
 [Note: Error] One quantisation moves an element by at most h*max|x| of its block, with h = 1/(2Q) for rounding to
 nearest and 1/Q for stochastic rounding. Stochastic rounding is unbiased: floor(x/s + u) with u uniform has mean x/s; u
-has 16 bits, so what is left is under 2^-17 of a step. A block with an infinity or a nan comes back non-finite, so
+has 16 bits, so the remaining bias is under 2^-17 of a step. A block with an infinity or a nan comes back non-finite, so
 overflow detection still sees it; blocks whose maximum is under 1e-35 come back as zeros.
 """
 

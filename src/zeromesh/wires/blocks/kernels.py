@@ -26,7 +26,7 @@ from zeromesh.wires.format import Codec
 from zeromesh.wires.target import Target
 
 ROWS = 16
-"""Blocks per program: 4 KiB of fp32 at a block of 128, enough loads in flight for one program."""
+"""Blocks per program: with a block of 128 a thread has eight neighbouring elements of each half, 16 bytes of bf16."""
 
 MAGIC = tl.constexpr(12582912.0)
 """1.5 * 2**23: adding it leaves no bits for a fraction, so it rounds half to even; the lowest byte is the number."""
@@ -98,7 +98,7 @@ def _store_message(
     HALF: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr,
     STOCHASTIC: tl.constexpr, SMALLEST_: tl.constexpr, ROWS_: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Quantises two halves of some blocks and stores codes and scales; returns what the message holds."""
+    """Quantises two halves of some blocks and stores codes and scales; returns the values that the message holds."""
     largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
     nans = tl.max((first != first).to(tl.int32), axis=1) + tl.max((second != second).to(tl.int32), axis=1)
     inverse, scale = _inverse_and_scale(largest, nans > 0, LARGEST, SMALLEST_)
@@ -136,7 +136,7 @@ def _load_message(codes, scales, rows, columns, blocks, HALF: tl.constexpr, BITS
 
 @triton.jit
 def _store_lost(residual, low, high, first, second, numel):
-    """Stores what a message lost; after an overflow nothing is owed: a nan would stay for ever."""
+    """Stores a message's rounding errors; after an overflow nothing is owed: a nan would stay for ever."""
     first = tl.where(tl.abs(first) < float("inf"), first, 0.0)
     second = tl.where(tl.abs(second) < float("inf"), second, 0.0)
     tl.store(residual + low, first.to(residual.dtype.element_ty), mask=low < numel)
@@ -235,7 +235,7 @@ def _reduce_kernel(
         _, _, out_first, out_second = _two_halves(out, rows, bounded, numel, HALF)
         first += out_first
         second += out_second
-    # `out` may be `own`: whatever is stored here was loaded above by the same program, and by no other.
+    # `out` may be `own`: each element stored here was loaded above by the same program, and by no other.
     tl.store(out + low, first.to(out.dtype.element_ty), mask=low < numel)
     tl.store(out + high, second.to(out.dtype.element_ty), mask=high < numel)
 
