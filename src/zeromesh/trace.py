@@ -16,17 +16,19 @@ Kind = Literal["compute", "communicate", "wait"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLine:
-    """One kind of model state on one rank, in bytes."""
+    """One kind of model state on one rank, in bytes; `place` is "device" or "host"."""
 
     kind: str
     predicted_bytes: int
     allocated_bytes: int
+    place: str = "device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficLine:
     """One axis of a layout: bytes that one rank sends on it in a step, and in how many collectives. An axis that
-    tensors are divided over before they are sharded has a line if owners need them whole; its stage is `divided`."""
+    tensors are divided over before they are sharded has a line if owners need them whole; its stage is `divided`. The
+    axis `host` is the link to the host's memory, with a line for each `direction`, "up" and "down"."""
 
     axis: str
     size: int
@@ -34,6 +36,7 @@ class TrafficLine:
     predicted_bytes: int
     sent_bytes: int
     collectives: int
+    direction: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

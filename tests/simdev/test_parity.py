@@ -20,7 +20,14 @@ def check_all(strategies: list[str], case: Case, *shape: int) -> None:
     for strategy in strategies:
         with mock.patch.object(reference, "plain", lambda _: plain(on_host)), simdev.Checker() as checker:
             check(strategy, case, *shape)
-        require_documented(checker, strategy, reads=2 + case.steps * (2 if case.weighted else 1))
+        require_documented(
+            checker, strategy, reads=2 + case.steps * (2 if case.weighted else 1), besides=copying(strategy)
+        )
+
+
+def copying(strategy: str) -> tuple[str, ...]:
+    """Files that bring to the host's memory what lies there: values at `zm.shard`, and sums of micro-batches."""
+    return ("engine/flat.py:", "comm/host.py:") if strategy.startswith("host") else ()
 
 
 @on_devices(4)
@@ -37,6 +44,12 @@ def test_other_cases():
     check_all(["node=0,cluster=0"], replace(wire, micro_batches=1), 2, 2)
     check_all(["node=1,cluster=2"], replace(CASE, weighted=True, evaluate=True), 2, 2)
     check_all(["node=3,cluster=3;collective=ho_ring"], CASE, 2, 2)
+
+
+@on_devices(4)
+def test_shards_in_the_host_s_memory():
+    check_all(["host=1,node=3,cluster=1", "host=2,node=1,cluster=0"], CASE, 2, 2)
+    check_all(["host=3,node=3,cluster=2", "host=3d,node=3,cluster=3h"], CASE, 2, 2)
 
 
 @on_devices(8)

@@ -262,14 +262,20 @@ class Step:
         before: a copy that comes first.
         after: a copy that comes last.
         accumulates: whether its result may be added to the accumulator, instead of overwriting it.
+        aside: whether it runs in the lane of its operation, beside the others of its chain.
     """
 
     operation: str = ""
     groups: tuple[AxisGroup, ...] = ()
+    aside: bool = False
     call: partial[Any] | None = None
     before: Copy | None = None
     after: Copy | None = None
     accumulates: bool = False
+
+    def lane(self, chain: str) -> str:
+        """The kind of its lane, where its chain's is `chain`."""
+        return self.operation if self.aside else chain
 
     def run(self, accumulate: bool = False) -> None:
         if self.before is not None:

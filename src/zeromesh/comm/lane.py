@@ -124,6 +124,9 @@ class _Runner:
             return error
         return None
 
+    def synchronize(self) -> None:
+        """A job that was waited for has ended."""
+
     def close(self) -> None:
         """Accepts no more jobs."""
 
@@ -161,6 +164,10 @@ class Lane:
             raise CommunicationError(f"lane {self.name!r} is closed; {label or 'a job'} cannot run")
         self._runner.put(job, ticket)
         return ticket
+
+    def synchronize(self) -> None:
+        """The host comes after the jobs whose tickets have been waited for, before it uses its own memory."""
+        self._runner.synchronize()
 
     def close(self) -> None:
         """Lets queued jobs end and accepts no more."""
@@ -251,6 +258,9 @@ class _Stream(_Runner):
         with self._stream:
             error = self.run(job, ticket.label)
         ticket._finish(error, self._stream.record_event(), self._stream.device, job)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
 
     def close(self) -> None:
         """Orders the caller's stream after the lane's jobs, since memory freed from now on is reused on that stream."""

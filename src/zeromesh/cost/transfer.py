@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
-from typing import Self
+from typing import Self, cast
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost.collective import HOST, CollectiveCost, Operation, collective_cost, one_after_another
@@ -60,7 +60,7 @@ class TransferModel:
 
     def cost(self, transfer: Transfer) -> CollectiveCost:
         """One transfer over its axis, quantisers included where its wire has them."""
-        return self.joint((transfer.axis,), transfer.operation, transfer.numel, transfer.wire)
+        return self.joint((transfer.axis,), cast("Operation", transfer.operation), transfer.numel, transfer.wire)
 
     def joint(
         self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, algorithm: str = "flat"

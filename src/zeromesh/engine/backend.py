@@ -36,7 +36,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zeromesh.comm import Chain, Lane, Ticket, all_reduce_max
+from zeromesh.comm import AxisGroup, Chain, Lane, Ticket, all_reduce_max
+from zeromesh.comm.host import HostLink
 from zeromesh.comm.lane import Job
 from zeromesh.engine.chain import Groups, ReduceChains, Scratch, reduce_chains, refresh_chain, unshard_chain
 from zeromesh.engine.flat import FlatShards, GradDestinations
@@ -45,7 +46,7 @@ from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.spread import local_of
 from zeromesh.errors import ModelError
 from zeromesh.schedule import LaneKind, Reducing, Reduction, lane_axes
-from zeromesh.schedule.transfer import GATHERS, REDUCTIONS
+from zeromesh.schedule.transfer import COPIES, GATHERS, REDUCTIONS
 from zeromesh.strategy import Layout
 
 _NOBODY = 0
@@ -220,6 +221,7 @@ class DeviceBackend:
         groups: by axis name.
         lanes: by kind.
         scratch: the memory of each lane's jobs.
+        host: copies to and from its memory.
 
     Attributes:
         chains: of each unit; `record` puts observed ones in their place while it records.
@@ -233,28 +235,39 @@ class DeviceBackend:
         *,
         lanes: Mapping[LaneKind, Lane],
         scratch: Mapping[LaneKind, Scratch],
+        host: HostLink,
     ) -> None:
         self.units = units
         self.layouts = layouts
         self.groups = dict(groups)
         self.lanes = lanes
         self.scratch = scratch
+        self.host = host
         self.chains: Sequence[UnitChains] = [self._bind(unit) for unit in units]
 
     def _bind(self, unit: UnitShards) -> UnitChains:
-        groups, scratch = self.groups, self.scratch
+        groups, scratch, host = self.groups, self.scratch, self.host
 
         def gathers(*, from_kept: bool) -> Chain:
-            chains = (unshard_chain(b, groups, scratch["unshard"], from_kept=from_kept) for b in sharded)
+            chains = (unshard_chain(b, groups, scratch["unshard"], host, from_kept=from_kept) for b in sharded)
             return tuple(chain.from_iterable(chains))
 
         sharded = [b for b in unit.buffers if b.gathered]
         return UnitChains(
             unshard=gathers(from_kept=False),
             unshard_kept=gathers(from_kept=True),
-            refresh=tuple(chain.from_iterable(refresh_chain(b, groups, scratch["refresh"]) for b in unit.buffers)),
-            reduce={i: reduce_chains(b, groups, scratch) for i, b in enumerate(unit.buffers) if b.grads is not None},
+            refresh=tuple(
+                chain.from_iterable(refresh_chain(b, groups, scratch["refresh"], host) for b in unit.buffers)
+            ),
+            reduce={
+                i: reduce_chains(b, groups, scratch, host) for i, b in enumerate(unit.buffers) if b.grads is not None
+            },
         )
+
+    @property
+    def links(self) -> tuple[AxisGroup | HostLink, ...]:
+        """Over which it sends and copies."""
+        return (*self.groups.values(), self.host)
 
     def through(self, lanes: Mapping[LaneKind, Any], chains: Sequence[UnitChains]) -> tuple[Any, Sequence[UnitChains]]:
         """Submits to `lanes`, perhaps observed ones, from now on, and runs `chains`; returns those before."""
@@ -273,34 +286,50 @@ class DeviceBackend:
         return self._gather("unshard", chains.unshard_kept if from_kept else chains.unshard, unit, after)
 
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[Ticket]:
-        shards, early, late = self.units[unit], list[Job](), list[Job]()
-        chains = self.chains[unit].reduce
+        shards, chains = self.units[unit], self.chains[unit].reduce
+        jobs: dict[LaneKind, list[Job]] = {lane: [] for lane in ("reduce", "up", "boundary", "down")}
+        last: LaneKind = "reduce"
+        """The lane that reads the reduce slot last."""
         for index, own in chains.items():
-            buffer = shards.buffers[index]
+            buffer, away = shards.buffers[index], bool(own.micro_down)
             # No lane is at work on the unit now.
-            before = buffer.reduced.clone() if reduction.add else None
+            before = buffer.reduced.clone() if reduction.add and not away else None
+            accumulate = reduction.accumulate and not away
             if reduction.micro:
                 destinations = own.alone if reduction.alone else buffer.destinations
-                self._collect(
-                    unit, index, own.first, destinations, reduction, accumulate=reduction.accumulate and not own.micro
-                )
-                early.append(partial(_run_chain, own.micro, accumulate=reduction.accumulate))
+                self._collect(unit, index, own.first, destinations, reduction, accumulate=accumulate and not own.micro)
+                jobs["reduce"].append(partial(_run_chain, own.micro, accumulate=accumulate))
+            if reduction.boundary and reduction.accumulate and own.up:
+                assert buffer.grads is not None
+                jobs["up"] += [*([] if reduction.micro else [buffer.grads.zero_]), partial(_run_chain, own.up)]
             if reduction.boundary:
-                late.append(partial(_finish, own.boundary_alone if reduction.alone else own.boundary, buffer, before))
+                steps = own.boundary_alone if reduction.alone else own.boundary
+                jobs["boundary"].append(partial(_finish, steps, buffer, before))
+            if away and reduction.micro and not (reduction.boundary and own.boundary):
+                further = reduction.accumulate or reduction.add
+                jobs["down"].append(partial(_run_chain, own.micro_down, accumulate=further))
+            elif reduction.boundary and own.down and (own.boundary or not away):
+                jobs["down"].append(partial(_run_chain, own.down, accumulate=reduction.add and away))
+            last = "down" if away else last
         if not any(own.boundary for own in chains.values()):
-            early, late = early + late, []
+            jobs["reduce"], jobs["boundary"] = jobs["reduce"] + jobs["boundary"], []
+        if not any(own.micro for own in chains.values()):
+            _run(jobs.pop("reduce"))
         taken = done = None
-        label = f"reduce {shards.name}"
-        if early and any(own.micro for own in chains.values()):
-            taken = done = self.lanes["reduce"].submit(partial(_run, early), label)
-        else:
-            _run(early)
-        if late:
-            done = self.lanes["boundary"].submit(partial(_run, late), label, after=taken)
+        for lane, each in jobs.items():
+            if each:
+                done = self.lanes[lane].submit(partial(_run, each), f"reduce {shards.name}", after=done)
+            taken = done if lane == last else taken
         return Reducing(taken, done)
 
     def wait(self, ticket: Ticket) -> None:
         ticket.wait()
+
+    def land(self) -> None:
+        """The host comes after the copies that were waited for: it is about to use its own memory."""
+        for kind in COPIES:
+            if kind in self.lanes:
+                self.lanes[kind].synchronize()
 
     def use(self, unit: int) -> None:
         shards = self.units[unit]
@@ -444,9 +473,13 @@ class DeviceBackend:
             torch._foreach_zero_(to.gaps)
 
     def _gather(self, lane: LaneKind, steps: Chain, unit: int, after: Ticket | None) -> Ticket | None:
-        if not steps:
-            return None
-        return self.lanes[lane].submit(partial(_run_chain, steps), f"{lane} {self.units[unit].name}", after=after)
+        """One job in each lane: a chain of several buffers brings up all before it gathers any."""
+        label = f"{lane} {self.units[unit].name}"
+        by_lane = {each: tuple(s for s in steps if s.lane(lane) == each) for each in ("up", lane, "down")}
+        for each, own in by_lane.items():
+            if own:
+                after = self.lanes[each].submit(partial(_run_chain, own), label, after=after)
+        return after if steps else None
 
 
 def _run_chain(steps: Chain, *, accumulate: bool = False) -> None:

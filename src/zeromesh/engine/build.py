@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from zeromesh.comm import AxisGroup, Lane, axis_ranks, make_groups, mesh_group
 from zeromesh.comm.groups import Registration, registered
+from zeromesh.comm.host import HostArena, HostLink
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.control import Control, broadcast_bytes
@@ -29,9 +30,11 @@ from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit, parts_of_root
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.modules import clean_name
-from zeromesh.schedule import ITEM_BYTES, LANES, BufferLayout, Schedule, lent_axes
-from zeromesh.schedule.transfer import LaneKind
+from zeromesh.schedule import ITEM_BYTES, LANES, Schedule, lent_axes
+from zeromesh.schedule.buffer_layout import slot_bytes
+from zeromesh.schedule.transfer import COPIES, LaneKind
 from zeromesh.strategy import Axis, Layout
+from zeromesh.strategy.stage import HOST
 from zeromesh.wires.format import has_triton
 
 
@@ -133,7 +136,8 @@ def build_engine(
         triton=has_triton(device.type),
     )
     watch_reads(modules, model.modules())
-    shards = _fill_shards(model, modules, schedule, homes, device, init, lazy)
+    arena = HostArena(schedule.memory.host.total_bytes if schedule.memory.host else 0, device)
+    shards = _fill_shards(model, modules, schedule, homes, device, init, lazy, arena)
     inline, memory = schedule.layout.strategy.overlap == "none", schedule.memory
 
     def allocate() -> tuple[dict[LaneKind, Scratch], Registration | None]:
@@ -146,8 +150,9 @@ def build_engine(
         shards,
         schedule.layouts,
         groups,
-        lanes={kind: Lane(kind, device=device, inline=inline) for kind in LANES},
+        lanes={kind: Lane(kind, device=device, inline=inline) for kind in LANES if kind not in COPIES or memory.host},
         scratch=scratch,
+        host=HostLink(HOST),
     )
     if registration is not None:
         weakref.finalize(backend, registration.release).atexit = False
@@ -233,6 +238,7 @@ def _fill_shards(
     device: torch.device,
     init: Init | None,
     lazy: AbstractSet[str],
+    arena: HostArena,
 ) -> list[UnitShards]:
     """Unit by unit, so that at most one unit is whole on any rank beside the tensors that the model already held."""
     control = homes[""].control
@@ -246,7 +252,7 @@ def _fill_shards(
         materialiser.unit(module, inside[module.name])
         for each, infos in zip(placed, module.groups.values(), strict=True):
             part = each.buffer.part
-            buffer = FlatShards.allocate(each, infos, coordinates[part], device)
+            buffer = FlatShards.allocate(each, infos, coordinates[part], device, arena)
             if not all(lacks_values(local_of(place.original)) for place in buffer.places):  # not all are lazy
                 buffer.fill(_values(buffer, homes[part].control))
             buffers.append(buffer)
@@ -326,23 +332,31 @@ def _bind_slots(schedule: Schedule, shards: Sequence[UnitShards], device: torch.
     plans = schedule.memory.gather, schedule.memory.reduce
     gather, reduce = ([_bytes(count, device) for count in plan.slot_bytes] for plan in plans)
     for unit, placed, own, waits in zip(shards, schedule.placed, *(plan.slot_of for plan in plans), strict=True):
-        full = _in_slot(gather, own, [(p, p.buffer.param_dtype if p.gathered else None) for p in placed])
-        waiting = _in_slot(reduce, waits, [(p, p.slot_dtype if p.waits else None) for p in placed])
-        for buffer, whole, part in zip(unit.buffers, full, waiting, strict=True):
-            buffer.bind(whole, part)
+        full = _in_slot(gather, own, [(p.padded, p.buffer.param_dtype if p.gathered else None) for p in placed])
+        parts = [
+            part
+            for p in placed
+            for part in (
+                (p.padded, p.slot_dtype if p.waits else None),
+                (p.numel(p.layout.grad_axes), p.buffer.grad_dtype if "grads" in p.on_host_kinds else None),
+            )
+        ]
+        waiting = _in_slot(reduce, waits, parts)
+        for buffer, whole, part, grads in zip(unit.buffers, full, waiting, waiting, strict=True):
+            buffer.bind(whole, part, grads)
 
 
 def _in_slot(
-    slots: Sequence[Tensor], slot: int | None, buffers: Iterable[tuple[BufferLayout, str | None]]
+    slots: Sequence[Tensor], slot: int | None, buffers: Iterable[tuple[int, str | None]]
 ) -> Iterator[Tensor | None]:
-    """Each flat buffer's part of its unit's slot, in the dtype it has there; None for a buffer that has none."""
+    """Each flat buffer's part of its unit's slot, so many elements of a dtype; None for a buffer that has none."""
     start = 0
-    for placed, dtype in buffers:
+    for numel, dtype in buffers:
         if slot is None or dtype is None:
             yield None
             continue
-        yield slots[slot][start : start + placed.padded * ITEM_BYTES[dtype]].view(DTYPES[dtype])
-        start += placed.slot_bytes(dtype)
+        yield slots[slot][start : start + numel * ITEM_BYTES[dtype]].view(DTYPES[dtype])
+        start += slot_bytes(numel, dtype)
 
 
 def _make_optimizer_params(engine: Engine) -> None:

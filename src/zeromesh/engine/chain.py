@@ -14,7 +14,7 @@ messages of all ranks of the axis, which the backward's gather restores first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -25,7 +25,8 @@ from torch import Tensor
 
 from zeromesh.collectives import runnable
 from zeromesh.comm import AxisGroup, Chain, Step, all_gather, all_reduce, reduce_scatter
-from zeromesh.comm.exchange import own_chunk
+from zeromesh.comm.exchange import Copy, own_chunk
+from zeromesh.comm.host import HostLink
 from zeromesh.comm.quantised import check_quantisable, noise_generator, restore_kept
 from zeromesh.engine.flat import FlatShards, GradDestinations, inside
 from zeromesh.engine.units import DTYPES
@@ -48,45 +49,75 @@ class Scratch:
     staging: Tensor
     workspace: Tensor
 
-    def region(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self.staging[: numel * dtype.itemsize].view(dtype)
+    def region(self, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
+        return self.staging[start : start + numel * dtype.itemsize].view(dtype)
 
 
-def unshard_chain(shards: FlatShards, groups: Groups, scratch: Scratch, *, from_kept: bool) -> Chain:
+def unshard_chain(shards: FlatShards, groups: Groups, scratch: Scratch, host: HostLink, *, from_kept: bool) -> Chain:
     """Gathers `params` (or `kept`) into `full`, filling `kept` on the way."""
-    placed, whole = shards.placed, slice(0, shards.padded)
-    if not from_kept or shards.kept is None:
-        route = placed.routes["unshard"]
-        return _gathers(shards, route, shards.params, shards.full, whole, groups, scratch, shards.kept)
+    placed, whole, route = shards.placed, slice(0, shards.padded), shards.placed.routes["unshard"]
+    gathers = partial(_gathers, shards, destination=shards.full, held=whole, groups=groups, scratch=scratch)
+    kept_step = next((step for step in route.steps if step.axis is placed.kept_axis), None)
+    if shards.kept is None or kept_step is None:
+        return _brought(shards.params, shards.full[shards.param_range], route, gathers, host)
+    region, group = shards.full[placed.region(kept_step, shards.coordinates)], groups[kept_step.axis.name]
+    if not from_kept and route.down is None:
+        gathers = partial(gathers, kept=shards.kept)
+    if not from_kept:
+        chain = _brought(shards.params, shards.full[shards.param_range], route, gathers, host)
+        return (*chain, host.step("down", shards.kept, region)) if route.down else chain
     if not placed.keeps_messages:
-        return _gathers(shards, placed.from_kept, shards.kept, shards.full, whole, groups, scratch, None)
+        return _brought(shards.kept, region, placed.from_kept, gathers, host)
     # The messages give back the part of `full` that the gather over the kept axis filled.
-    step = next(s for s in placed.routes["unshard"].steps if s.axis is placed.kept_axis)
-    region, group = shards.full[placed.region(step, shards.coordinates)], groups[step.axis.name]
-    assert step.form is not None
-    restore = partial(restore_kept, shards.kept, region, group, step.form, workspace=scratch.workspace)
-    rest = _gathers(shards, placed.from_kept, region, shards.full, whole, groups, scratch, None)
-    return (Step(call=restore), *rest)
+    assert kept_step.form is not None
+    restore = partial(restore_kept, shards.kept, region, group, kept_step.form, workspace=scratch.workspace)
+    return (Step(call=restore), *gathers(placed.from_kept, region))
 
 
-def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch) -> Chain:
+def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch, host: HostLink) -> Chain:
     """Casts `master` and gathers it into `params`; empty if nothing is left to do."""
-    route = shards.placed.routes["refresh"]
-    if shards.master is None or (shards.master_in_params and not route.steps):
+    route, held, source = shards.placed.routes["refresh"], shards.param_range, shards.master
+    if source is None or (shards.master_in_params and not route.steps):
         return ()
     # The alias keeps autograd's version counter out of it: no graph outlives the optimizer's step.
-    return _gathers(shards, route, shards.master, shards.params.data, shards.param_range, groups, scratch, None)
+    params = destination = shards.params.data
+    cast: Copy | None = None
+    if route.up is not None:
+        compute = inside(params, held, shards.state_range) if route.down else shards.cast
+        if compute is not None and not _same(compute, source):
+            cast, source = (compute, source), compute
+        if route.down:
+            destination = scratch.region(route.passing, params.dtype)
+    gathers = partial(_gathers, shards, destination=destination, held=held, groups=groups, scratch=scratch)
+    chain = _brought(source, inside(destination, held, shards.state_range), route, gathers, host, cast)
+    return (*chain, host.step("down", params, destination, aside=False)) if route.down else chain
+
+
+def _brought(
+    source: Tensor,
+    lands: Tensor,
+    route: Route,
+    gathers: Callable[[Route, Tensor], Chain],
+    host: HostLink,
+    cast: Copy | None = None,
+) -> Chain:
+    """The gathers of `source`; if it lies on the host, after a copy up to where it `lands`, and a `cast` before that.
+    Where that is memory of the lane, which does one job at a time, the copy is a part of the job."""
+    if route.up is None:
+        return gathers(route, source)
+    return (host.step("up", lands, source, before=cast, aside=not route.passing), *gathers(route, lands))
 
 
 def _gathers(
     shards: FlatShards,
     route: Route,
     source: Tensor,
+    *,
     destination: Tensor,
     held: slice,
     groups: Groups,
     scratch: Scratch,
-    kept: Tensor | None,
+    kept: Tensor | None = None,
 ) -> Chain:
     """Along `route`, in `destination`, which covers `held` of the buffer."""
     placed = shards.placed
@@ -101,7 +132,7 @@ def _gathers(
         if kept is not None and step.axis is placed.kept_axis:
             region, keep = (region, kept) if placed.keeps_messages else (sent(kept), None)
         elif step in route.staged:
-            region = scratch.region(step.numel, DTYPES[step.wire])
+            region = scratch.region(step.numel, DTYPES[step.wire], route.passing_bytes)
         group = groups[step.axis.name]
         own = own_chunk(region, group)
         before = None if _same(own, current) else (own, current)
@@ -171,6 +202,9 @@ class ReduceChains:
         alone: where gradients that nothing is added to are copied to: [Note: Alone] of
             `zeromesh.schedule.buffer_layout`.
         boundary_alone: the boundary's steps from there.
+        micro_down: to the host, a micro-batch's sum.
+        up: from there, those of the micro-batches before, added to that of the last.
+        down: to the host, the state shard's part.
         first: factor that whoever fills the chain's source gives to it, on the way.
     """
 
@@ -179,9 +213,14 @@ class ReduceChains:
     alone: GradDestinations
     boundary_alone: Chain
     first: float
+    micro_down: Chain = ()
+    up: Chain = ()
+    down: Chain = ()
 
 
-def reduce_chains(shards: FlatShards, groups: Groups, scratch: Mapping[LaneKind, Scratch]) -> ReduceChains:
+def reduce_chains(
+    shards: FlatShards, groups: Groups, scratch: Mapping[LaneKind, Scratch], host: HostLink
+) -> ReduceChains:
     """From `waiting` into the accumulator, and on to its state shard's part."""
     placed, grads = shards.placed, shards.grads
     assert grads is not None
@@ -208,7 +247,23 @@ def reduce_chains(shards: FlatShards, groups: Groups, scratch: Mapping[LaneKind,
         alone=alone,
         boundary_alone=boundary_alone,
         first=first * placed.layout.share,
+        **_grad_copies(shards, early, late, scratch["up"], host),
     )
+
+
+def _grad_copies(shards: FlatShards, early: Route, late: Route, scratch: Scratch, host: HostLink) -> dict[str, Chain]:
+    """The copies between `grads` and `host_grads`."""
+    grads, held, found = shards.grads, shards.host_grads, dict[str, Chain]()
+    if held is None or grads is None:
+        return found
+    if late.down is not None:
+        found["down"] = (host.step("down", shards.shown, shards.reduced),)
+    if early.down is not None:
+        found["micro_down"] = (host.step("down", held, grads),)
+    if late.up is not None:
+        landing = scratch.region(late.up.numel, grads.dtype)
+        found["up"] = (host.step("up", landing, held), Step(call=partial(grads.add_, landing)))
+    return found
 
 
 def _apart(one: Tensor, other: Tensor) -> bool:

@@ -427,6 +427,7 @@ class Engine:
     def _show_grads(self) -> None:
         """Every rank agrees on which parameters had gradients, and shows those as `.grad`."""
         self.changes.began()
+        self.backend.land()
         left = iter(self._agreement.used())
         for unit, state in zip(self.backend.units, self.interpreter.states, strict=True):
             unit.show_grads(left, reduced=state.grad is GradState.REDUCED)
@@ -435,6 +436,7 @@ class Engine:
         """Forgets all gradients, partial sums included."""
         self._recover()
         self.interpreter.begin_step()  # before anything is written where a lane may be at work
+        self.backend.land()
         for param in self.optimizer_params():
             if set_to_none:
                 param.grad = None
@@ -499,6 +501,7 @@ class Engine:
             self.changes.apply()
             self.interpreter.catch_up()
         self.interpreter.quiesce()
+        self.backend.land()
         self.whole.settle(self.backend)  # of a step that raised
 
     def changed(self) -> None:

@@ -13,6 +13,9 @@
     grads    gradient shard, accumulator dtype  `.grad` shows its state shard's part; a gradient that is alone
                                                 lies in it as it is sent: [Note: Alone] of
                                                 `zeromesh.schedule.buffer_layout`
+
+Where the host's stage says so, `master`, `params` and `kept` lie in its memory; `grads` then is a part of the reduce
+slot, and `.grad` shows a part of `host_grads`: the gradient shard, or its state shard's part.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zeromesh.comm.host import HostArena
 from zeromesh.engine.control import Span
 from zeromesh.engine.elements import Divided, Elements
 from zeromesh.engine.leaf import Leaf, PlainLeaf, make_leaf
@@ -88,7 +92,8 @@ class FlatShards:
         placed: its shards and transfers, as planned.
         coordinates: of this rank, by axis name.
         places: its parameters.
-        device: of all tensors.
+        device: of all tensors that are not on the host.
+        cast: on the host, the state shard's compute copy on its way to the device.
         noise: for rounding on quantised wires, by axis; no axis is in the jobs of two lanes.
         adds: whether autograd adds to the accumulator itself.
     """
@@ -102,6 +107,8 @@ class FlatShards:
     grads: Tensor | None = None
     kept: Tensor | None = None
     owed: Tensor | None = None
+    host_grads: Tensor | None = None
+    cast: Tensor | None = None
     full: Tensor = field(init=False)
     waiting: Tensor | None = None
     leaves: list[Leaf] = field(default_factory=list)
@@ -112,7 +119,12 @@ class FlatShards:
 
     @classmethod
     def allocate(
-        cls, placed: BufferLayout, infos: Sequence[ParamInfo], coordinates: dict[str, int], device: torch.device
+        cls,
+        placed: BufferLayout,
+        infos: Sequence[ParamInfo],
+        coordinates: dict[str, int],
+        device: torch.device,
+        host: HostArena | None = None,
     ) -> FlatShards:
         """Allocates the persistent shards, zeroed; slots come with `bind`."""
         places, start = [], 0
@@ -121,24 +133,34 @@ class FlatShards:
             places.append(ParamRange(info=info, region=region, start=start, stop=start + region.numel))
             start += info.most  # so that ranks with smaller regions cut the buffer alike
         self = cls(placed=placed, coordinates=coordinates, places=tuple(places), device=device)
-        spec, held = placed.buffer, placed.persistent
-        self.params = self._zeros(held.params, spec.param_dtype)
+        spec, sizes, on_host = placed.buffer, placed.sizes, placed.on_host_kinds
+
+        def zeros(kind: str, wire: str) -> Tensor:
+            """So many bytes of elements, or of messages."""
+            count, dtype = getattr(sizes, kind), DTYPES.get(wire, torch.uint8)
+            if kind in on_host:
+                assert host is not None  # the caller has planned its bytes
+                return host.take(count, dtype)
+            return torch.zeros(count // dtype.itemsize, dtype=dtype, device=device)
+
+        self.params = zeros("params", spec.param_dtype)
         if spec.master_dtype is not None:
             if placed.master_in_params:
                 self.master = inside(self.params, self.param_range, self.state_range)
             else:
-                self.master = self._zeros(held.master, spec.master_dtype)
-            self.grads = self._zeros(held.grads, spec.grad_dtype)
+                self.master = zeros("master", spec.master_dtype)
+            grads = zeros("grads", spec.grad_dtype)
+            if "grads" in on_host:
+                self.host_grads = grads
+            else:
+                self.grads = grads
+                self.host_grads = zeros("shown", spec.grad_dtype) if sizes.shown else None
+            self.cast = zeros("cast", spec.param_dtype) if sizes.cast else None
         if placed.kept_axis is not None:
-            self.kept = self._zeros(held.kept, placed.kept_wire)
+            self.kept = zeros("kept", placed.kept_wire)
         if placed.feedback:
-            self.owed = self._zeros(held.feedback, FEEDBACK_DTYPE)
+            self.owed = zeros("feedback", FEEDBACK_DTYPE)
         return self
-
-    def _zeros(self, count: int, wire: str) -> Tensor:
-        """So many bytes of elements, or of messages."""
-        dtype = DTYPES.get(wire, torch.uint8)
-        return torch.zeros(count // dtype.itemsize, dtype=dtype, device=self.device)
 
     @property
     def spec(self) -> FlatBuffer:
@@ -182,13 +204,22 @@ class FlatShards:
         assert self.grads is not None
         return inside(self.grads, self.range_of(self.placed.layout.grad_axes), self.state_range)
 
+    @property
+    def shown(self) -> Tensor:
+        """The memory that `.grad` shows: `reduced`, or where that comes down to."""
+        if self.host_grads is None:
+            return self.reduced
+        if "grads" not in self.placed.on_host_kinds:
+            return self.host_grads
+        return inside(self.host_grads, self.range_of(self.placed.layout.grad_axes), self.state_range)
+
     def fill(self, values: Tensor) -> None:
         """Takes this rank's shards out of the whole buffer's values, 1-D of `padded` elements."""
         self.params.copy_(values[self.param_range])
         if self.master is not None and not self.master_in_params:
             self.master.copy_(values[self.state_range])
 
-    def bind(self, full: Tensor | None, waiting: Tensor | None) -> None:
+    def bind(self, full: Tensor | None, waiting: Tensor | None, grads: Tensor | None = None) -> None:
         """Makes the leaves, and the optimizer's parameters, over the given parts of the slots (None: needs none).
 
         Writes to `full` go through an alias with a version counter of its own: autograd's saved tensors point into the
@@ -197,6 +228,7 @@ class FlatShards:
         """
         seen = self.params if full is None else full
         self.full, self.waiting = seen.data, waiting
+        self.grads = self.grads if grads is None else grads
         for place in self.places:
             whole = self.params.data if full is None else full
             view = whole[place.start : place.stop].view(place.shape)
@@ -234,7 +266,8 @@ class FlatShards:
     def _sums(self) -> list[Tensor]:
         """The accumulator for autograd to add to, where that is as good as adding to it afterwards: each parameter's
         part, with a version of its own, which tells whether anything was added."""
-        direct = self.waiting is None and self.collected.dtype == self.leaves[0].dtype
+        stays = self.waiting is None and "grads" not in self.placed.on_host_kinds
+        direct = stays and self.collected.dtype == self.leaves[0].dtype
         return [part.data for part in self.destinations.parts] if direct else []
 
     def add_in_place(self) -> None:
@@ -309,7 +342,7 @@ class FlatShards:
             _carry_attributes(place.info.param, param)
             self.optimizer_params.append(param)
             if self.spec.trainable:
-                local = self.reduced[start - held.start : stop - held.start]
+                local = self.shown[start - held.start : stop - held.start]
                 self.optimizer_grads.append(make_slice(Slice, local, False, elements=elements))
 
     def set_grads_aside(self) -> bool:

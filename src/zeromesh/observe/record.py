@@ -33,6 +33,8 @@ from zeromesh.engine.backend import UnitChains
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import updates
 from zeromesh.schedule import PointKind
+from zeromesh.schedule.transfer import COPIES
+from zeromesh.strategy.stage import HOST
 from zeromesh.trace import Event, Kind, Trace
 
 
@@ -135,6 +137,10 @@ class _Timed:
     axis: str
     recorder: _Recorder
 
+    def lane(self, chain: str) -> str:
+        kind: str = self.step.lane(chain)
+        return kind
+
     def run(self, *args: Any, **kwargs: Any) -> None:
         recorder = self.recorder
         recorder.lane.sent_bytes = 0
@@ -176,6 +182,9 @@ class _WatchedLane:
     @property
     def name(self) -> str:
         return self.lane.name
+
+    def synchronize(self) -> None:
+        self.lane.synchronize()
 
     def submit(
         self, job: Callable[[], object], label: str = "", *, after: Ticket | _WatchedTicket | None = None
@@ -231,7 +240,7 @@ class _Recorder:
         chains = [self._unit(c, u.name) for c, u in zip(backend.chains, backend.units, strict=True)]
         self._before = backend.through(lanes, chains)
         self._watch = interpreter.watched(self.point)
-        self._records = {name: group.recorded(self._counting(group.record)) for name, group in backend.groups.items()}
+        self._records = {link: link.recorded(self._counting(link.record)) for link in backend.links}
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
             # A step that updates nothing of ours reaches no point; its slice ends here.
@@ -242,8 +251,8 @@ class _Recorder:
         backend, interpreter = self.engine.backend, self.engine.interpreter
         backend.through(*self._before)
         interpreter.watched(self._watch)
-        for name, record in self._records.items():
-            backend.groups[name].recorded(record)
+        for link, record in self._records.items():
+            link.recorded(record)
         for hook in self._hooks:
             hook.remove()
         self.clock.finish()
@@ -267,6 +276,9 @@ class _Recorder:
                     micro=timed(own.micro, "reduce", unit),
                     boundary=timed(own.boundary, "reduce", unit),
                     boundary_alone=timed(own.boundary_alone, "reduce", unit),
+                    micro_down=timed(own.micro_down, "reduce", unit),
+                    up=timed(own.up, "reduce", unit),
+                    down=timed(own.down, "reduce", unit),
                 )
                 for index, own in chains.reduce.items()
             },
@@ -276,6 +288,7 @@ class _Recorder:
         order, timed = [axis.name for axis in self.engine.schedule.axes], list[Any]()
         for step in steps:
             axes = "+".join(sorted((group.name for group in step.groups), key=order.index))
+            axes = HOST if step.operation in COPIES else axes
             timed.append(_Timed(step, f"{kind} {step.operation}", unit, axes, self) if axes else step)
         return tuple(timed)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,10 @@ from zeromesh.engine.units import DTYPES
 from zeromesh.owners.optimizer import OwnerOptimizer
 from zeromesh.owners.trial import kept_tensors
 from zeromesh.pieces.region import Region
+from zeromesh.schedule.memory import MemoryPlan
 from zeromesh.schedule.step import sent_bytes_per_axis
+from zeromesh.schedule.transfer import HOST_AXIS
+from zeromesh.strategy.stage import HOST
 from zeromesh.trace import MemoryLine, TrafficLine
 
 T = TypeVar("T")
@@ -39,10 +42,10 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
 
     Returns:
         Lines params, grads, optimizer (masters and states), buffers (slots, kept copies, residuals, staging,
-        workspace), total. Of an optimizer from `zm.by_owner` the values that owners keep count too, and a line step
-        follows the total: what comes to this rank inside a step, when no activation is alive, and goes with it. Not in
-        them: the model's buffers and frozen parameters of dtypes that are not sharded (complex ones), which every
-        rank holds whole.
+        workspace), total; the same for the host, where anything lies there. Values that the owners of an optimizer from
+        `zm.by_owner` keep count too; a line step follows then: what comes to this rank inside a step, when no
+        activation is alive, and goes with it. Not in them: the model's buffers and frozen parameters of dtypes that are
+        not sharded (complex ones), which every rank holds whole.
 
     Predictions look at nothing that was allocated. What an optimizer keeps for each element of its state shard is found
     by one step of its like on an element or two of its own, with each group's own options: see `_state_bytes`. So its
@@ -50,26 +53,42 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     gradient for, which torch's optimizers make no states for.
     """
     engine = engine_of(model)
-    plan = engine.schedule.memory
-    found: dict[str, list[Tensor]] = defaultdict(list)
-    for unit in engine.units:
-        for buffer in unit.buffers:
-            for kind, tensor in persistent(buffer).items():
-                found[kind].append(tensor)
-    predicted_states, states = (0, 0) if optimizer is None else _optimizer_states(engine, optimizer)
-    kinds = {
-        "params": (plan.params_bytes, _storage_bytes(found["params"])),
-        "grads": (plan.grads_bytes, _storage_bytes(found["grads"])),
-        "optimizer": (plan.master_bytes + predicted_states, _storage_bytes(found["master"]) + states),
-        "buffers": (plan.buffers_bytes, _storage_bytes([*found["kept"], *found["owed"], *working_buffers(engine)])),
-    }
-    lines = [MemoryLine(kind=k, predicted_bytes=p, allocated_bytes=a) for k, (p, a) in kinds.items()]
-    total = [sum(line.predicted_bytes for line in lines), sum(line.allocated_bytes for line in lines)]
-    lines.append(MemoryLine(kind="total", predicted_bytes=total[0], allocated_bytes=total[1]))
+    plan, lines = engine.schedule.memory, list[MemoryLine]()
+    states = dict[str, tuple[int, int]]() if optimizer is None else _optimizer_states(engine, optimizer)
+    for place, own in ("device", plan), ("host", plan.host):
+        if own is not None:
+            lines += _lines_of(place, own, _held_tensors(engine, place), *states.get(place, (0, 0)))
     if isinstance(optimizer, OwnerOptimizer):
         predicted, taken = optimizer.room_bytes()
         lines.append(MemoryLine(kind="step", predicted_bytes=predicted, allocated_bytes=taken))
     return lines
+
+
+def _lines_of(
+    place: str, plan: MemoryPlan, found: Mapping[str, list[Tensor]], predicted_states: int, states: int
+) -> list[MemoryLine]:
+    def held(*kinds: str) -> int:
+        return _storage_bytes([tensor for kind in kinds for tensor in found[kind]], parts=place == "host")
+
+    kinds = {
+        "params": (plan.params_bytes, held("params")),
+        "grads": (plan.grads_bytes, held("grads", "host_grads")),
+        "optimizer": (plan.master_bytes + predicted_states, held("master") + states),
+        "buffers": (plan.buffers_bytes, held("kept", "owed", "cast", "working")),
+    }
+    kinds["total"] = (sum(predicted for predicted, _ in kinds.values()), sum(held for _, held in kinds.values()))
+    return [MemoryLine(kind=k, predicted_bytes=p, allocated_bytes=a, place=place) for k, (p, a) in kinds.items()]
+
+
+def _held_tensors(engine: Engine, place: str) -> dict[str, list[Tensor]]:
+    found: dict[str, list[Tensor]] = defaultdict(list)
+    for buffer in (buffer for unit in engine.units for buffer in unit.buffers):
+        on_host = {"host_grads", *buffer.placed.on_host_kinds}
+        for kind, tensor in persistent(buffer).items():
+            if (kind in on_host) == (place == "host"):
+                found[kind].append(tensor)
+    found["working"] = working_buffers(engine) if place == "device" else []
+    return found
 
 
 def gathered(lines: Sequence[T]) -> list[list[T]]:
@@ -81,7 +100,9 @@ def gathered(lines: Sequence[T]) -> list[list[T]]:
 
 def persistent(buffer: FlatShards) -> dict[str, Tensor]:
     """Shards and copies, by kind, each storage once."""
-    kinds = ("params", "grads", "kept", "owed", *(() if buffer.master_in_params else ("master",)))
+    kinds = ["params", "kept", "owed", "cast", "host_grads"]
+    kinds += [] if buffer.master_in_params else ["master"]
+    kinds += [] if "grads" in buffer.placed.on_host_kinds else ["grads"]
     held = {kind: getattr(buffer, kind) for kind in kinds}
     return {kind: tensor for kind, tensor in held.items() if tensor is not None}
 
@@ -90,37 +111,43 @@ def working_buffers(engine: Engine) -> list[Tensor]:
     """Slots, staging and workspace."""
     buffers = [b for unit in engine.units for b in unit.buffers]
     own = {b.params.untyped_storage().data_ptr() for b in buffers}
-    views = [view for b in buffers for view in (b.full, b.waiting) if view is not None]
+    views = [view for b in buffers for view in (b.full, b.waiting, b.grads) if view is not None]
+    own |= {tensor.untyped_storage().data_ptr() for b in buffers for tensor in persistent(b).values()}
     extra = [tensor for s in engine.backend.scratch.values() for tensor in (s.staging, s.workspace)]
     return [tensor for tensor in (*views, *extra) if tensor.untyped_storage().data_ptr() not in own]
 
 
-def _storage_bytes(tensors: list[Tensor]) -> int:
-    """Bytes of the tensors' storages, each storage once."""
+def _storage_bytes(tensors: list[Tensor], *, parts: bool = False) -> int:
+    """Bytes of the tensors' storages, each storage once; or of `parts` of one storage."""
+    if parts:
+        return sum(tensor.nbytes for tensor in tensors)
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
 
-def _optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """(predicted, held) bytes of the states of this engine's parameters."""
+def _optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, int]]:
+    """(predicted, held) bytes of the states of this engine's parameters, by place."""
     buffers = [buffer for unit in engine.units for buffer in unit.buffers]
     grad_dtypes = {param: DTYPES[b.spec.grad_dtype] for b in buffers for param in b.optimizer_params}
-    predicted = held = 0
+    places = {
+        p: "host" if "master" in b.placed.on_host_kinds else "device" for b in buffers for p in b.optimizer_params
+    }
+    predicted, held = Counter[str](), Counter[str]()
     take_slices(optimizer)
     if isinstance(optimizer, OwnerOptimizer):
         own = [param for param in WHOLE[optimizer] if param in grad_dtypes]
         states = [state for p in own for state in kept_tensors(optimizer.state.get(p, {}), p)]
-        held = _storage_bytes([*states, *optimizer.kept_values()])
-        return optimizer.state_bytes() + optimizer.kept_bytes() if own else 0, held
+        kept = _storage_bytes([*states, *optimizer.kept_values()])
+        return {"device": (optimizer.state_bytes() + optimizer.kept_bytes() if own else 0, kept)}
     for index, group in enumerate(optimizer.param_groups):
         rates: dict[object, int] = {}
         for param in (param for param in group["params"] if param in grad_dtypes):
-            held += sum(state.untyped_storage().nbytes() for state in _element_states(optimizer, param))
+            held[places[param]] += sum(state.untyped_storage().nbytes() for state in _element_states(optimizer, param))
             if param.requires_grad:
                 kind = param.dtype, grad_dtypes[param]
                 if kind not in rates:
                     rates[kind] = _state_bytes(optimizer, index, param, grad_dtypes[param])
-                predicted += rates[kind] * param.local.numel()
-    return predicted, held
+                predicted[places[param]] += rates[kind] * param.local.numel()
+    return {place: (predicted[place], held[place]) for place in ("device", "host")}
 
 
 def _element_states(optimizer: torch.optim.Optimizer, param: Tensor) -> list[Tensor]:
@@ -186,14 +213,13 @@ class traffic_report:  # used as a function that is also a context
 
     def __enter__(self) -> traffic_report:
         self._engine.at_rest(follow=True)  # a refresh of the step before must not be counted in this one
-        groups = self._engine.backend.groups
-        self._before = {name: group.recorded(self.calls.append) for name, group in groups.items()}
+        self._before = {each: each.recorded(self.calls.append) for each in self._engine.backend.links}
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._engine.at_rest(follow=kind is None)  # this step's refreshes count, also those that no forward has begun
-        for name, record in self._before.items():
-            self._engine.backend.groups[name].recorded(record)
+        for each, record in self._before.items():
+            each.recorded(record)
 
     def lines(self, steps: int = 1) -> list[TrafficLine]:
         """Bytes per step and axis, innermost first.
@@ -209,17 +235,20 @@ class traffic_report:  # used as a function that is also a context
             recompute=self._recompute,
             returned=lambda unit: unit in returned or not returned,
         )
-        sent = Counter({axis.name: 0 for axis in self._engine.schedule.axes})
+        schedule, sent = self._engine.schedule, Counter[str]()
         for call in self.calls:
             sent[call.axis] += call.sent_bytes
+        directions = ("down", "up") if schedule.memory.host else ()
+        host = [(f"{HOST} {direction}", HOST_AXIS, direction) for direction in directions]
         return [
             TrafficLine(
                 axis=axis.name,
                 size=axis.size,
-                stage="divided" if axis in self._engine.schedule.beyond else f"{axis.stage.value}{axis.wire}",
-                predicted_bytes=predicted[axis.name],
-                sent_bytes=sent[axis.name] // steps,
-                collectives=sum(call.axis == axis.name for call in self.calls) // steps,
+                stage="divided" if axis in schedule.beyond else f"{axis.stage.value}{axis.wire}",
+                predicted_bytes=predicted[line],
+                sent_bytes=sent[line] // steps,
+                collectives=sum(call.axis == line for call in self.calls) // steps,
+                direction=direction,
             )
-            for axis in self._engine.schedule.axes
+            for line, axis, direction in (*host, *((axis.name, axis, "") for axis in schedule.axes))
         ]

@@ -509,7 +509,7 @@ def _reduces_as_block(unit: UnitSpec) -> bool:
     return unit.kind is UnitKind.BLOCK and unit.returned
 
 
-_TIERS = [tuple(stage for stage in Stage if stage.significance == tier) for tier in range(3)]
+_TIERS = [tuple(stage for stage in STAGES if stage.significance == tier) for tier in range(3)]
 
 
 def _positions(values: Sequence[int]) -> Integers:

@@ -20,7 +20,7 @@ from zeromesh.model import ModelSpec, Recomputation, UnitKind
 from zeromesh.model.spec import DTYPE_BYTES
 from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.planner.elements import Elements, state_degree
-from zeromesh.planner.space import Block
+from zeromesh.planner.space import STAGES, Block
 from zeromesh.planner.time_bound import Floats
 from zeromesh.planner.workload import Workload
 from zeromesh.schedule.memory import REDUCE_SLOTS
@@ -28,15 +28,15 @@ from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.simulator.computation import held_bytes
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.memory import MOMENTS
-from zeromesh.strategy import Stage, Wire
+from zeromesh.strategy import Wire
 from zeromesh.wires import coded
 
 PREFETCH = 1
 """Units gathered ahead, the notation's default; the planner searches no other."""
 
-_PARAM_STAGES = [stage for stage in Stage if stage.shards_params]
+_PARAM_STAGES = [stage for stage in STAGES if stage.shards_params]
 _DROPPED_STAGES = [stage for stage in _PARAM_STAGES if not stage.kept]
-_GRAD_STAGES = [stage for stage in Stage if stage.shards_grads]
+_GRAD_STAGES = [stage for stage in STAGES if stage.shards_grads]
 
 
 def bytes_each(wire: str) -> float:

@@ -16,6 +16,16 @@ are summed over one after the other, and with `collective=flat` all of them as o
 one's; a reduction goes the other way. Where stages fall from inner to outer axis the slow link carries the small
 pieces.
 
+[Note: Host] The host is a level below the device that a strategy gives a stage too: which of P, G and OS lie in its
+memory. It cuts nothing. A lane whose source lies there begins with a copy up, one whose target lies there ends with a
+copy down, and nothing is copied where both ends are one tensor:
+
+    refresh   master (cast there) up to its part of P; P down again where that lies on the host too, if ranks have
+              exchanged it
+    unshard   P up into the slot; a kept copy down, and up again in the backward
+    reduce    a micro-batch's gradient shard down, where it is added to the others
+    boundary  those up again, if the last micro-batch is reduced further on the device; the state shard's part down
+
 [Note: Alone] A gradient that nothing is added to, of the only micro-batch of its step, need not be as wide as a sum.
 Where the first reduction is that of the accumulator, on a wire of the compute dtype, the gradient is copied to the
 accumulator's memory in that dtype, and sent from there: the same bits, without two casts on the way.
@@ -24,11 +34,12 @@ accumulator's memory in that dtype, and sent from there: the same bits, without 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import MappingProxyType
 
-from zeromesh.schedule.transfer import LaneKind, Operation, Transfer, lane_axes, wire_bytes
+from zeromesh.schedule.transfer import HOST_AXIS, Copying, LaneKind, Operation, Transfer, lane_axes, wire_bytes
 from zeromesh.schedule.unit import FROZEN_BYTES, ITEM_BYTES, FlatBuffer, Role, Unit
 from zeromesh.strategy import Axis, Layout
 from zeromesh.wires import coded
@@ -43,17 +54,28 @@ rounding."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The transfers of one buffer in one lane.
+    """The transfers of one buffer in one lane, and the copies between it and the host: [Note: Host].
 
     Args:
         held: dtype of the region that it works on.
         steps: in order; the layout's collective may carry out two neighbours at once.
         copied: the axis over which a gather ends in memory of its own.
+        up: the copy to the device that comes first.
+        down: the copy to the host that comes last.
+        passing: elements of memory on the device for a region that lies on the host otherwise.
     """
 
     held: str
-    steps: tuple[Transfer, ...]
+    steps: tuple[Transfer, ...] = ()
     copied: Axis | None = None
+    up: Transfer | None = None
+    down: Transfer | None = None
+    passing: int = 0
+
+    @property
+    def all_steps(self) -> tuple[Transfer, ...]:
+        """With the copies."""
+        return tuple(step for step in (self.up, *self.steps, self.down) if step is not None)
 
     @property
     def staged(self) -> tuple[Transfer, ...]:
@@ -61,13 +83,18 @@ class Route:
         return tuple(step for step in self.steps if step.wire in ITEM_BYTES and step.wire != self.held)
 
     @property
+    def passing_bytes(self) -> int:
+        return self.passing * ITEM_BYTES[self.held]
+
+    @property
     def staging_bytes(self) -> int:
-        return max((step.numel * ITEM_BYTES[step.wire] for step in self.staged), default=0)
+        return self.passing_bytes + max((step.numel * ITEM_BYTES[step.wire] for step in self.staged), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Persistent:
-    """Bytes of one flat buffer's persistent shards on one device; 0 where a shard does not exist or is another's alias.
+    """Bytes of one flat buffer's persistent shards in one place; 0 where a shard does not exist, is another's alias or
+    lies elsewhere.
 
     Args:
         params: compute copy, the parameter shard.
@@ -75,13 +102,24 @@ class Persistent:
         grads: the accumulated gradient shard.
         kept: copy that stays gathered over the kept axes from forward to backward.
         feedback: rounding errors that quantised reductions with error feedback still owe.
+        shown: on the host, the gradient of the state shard where it was accumulated on the device.
+        cast: on the host, the state shard's compute copy on its way to the device.
     """
 
-    params: int
-    master: int
-    grads: int
-    kept: int
+    params: int = 0
+    master: int = 0
+    grads: int = 0
+    kept: int = 0
     feedback: int = 0
+    shown: int = 0
+    cast: int = 0
+
+    def only(self, kinds: AbstractSet[str]) -> Persistent:
+        """These kinds, and none of the others."""
+        return Persistent(**{each.name: getattr(self, each.name) for each in fields(self) if each.name in kinds})
+
+
+KINDS = frozenset(each.name for each in fields(Persistent))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,17 +159,20 @@ class BufferLayout:
         padded = layout.padded(buffer.numel, ITEM_BYTES[param])
         stays = role is Role.RESIDENT or all(map(_keeps_all, (layout, *beside)))
         kept = None if stays else _kept_axis(layout)
+        copied = None if kept is None or kept.stage.hosted else kept
         gathers = _gathers(layout, padded, param, "unshard")
         rest = [step for step in gathers if kept is None or not step.axis.stage.kept]
         refresh = _gathers(layout, padded, param, "refresh") if buffer.trainable else []
         micro, boundary = _reductions(layout, padded, buffer.reduce_dtype) if buffer.trainable else ([], [])
         routes: dict[LaneKind, Route] = {
             "refresh": Route(held=param, steps=tuple(refresh)),
-            "unshard": Route(held=param, steps=tuple(gathers), copied=kept),
+            "unshard": Route(held=param, steps=tuple(gathers), copied=copied),
             "reduce": Route(held=_slot_dtype(buffer, micro), steps=tuple(micro)),
             "boundary": Route(held=buffer.grad_dtype, steps=tuple(boundary)),
+            "up": Route(held=buffer.grad_dtype),
+            "down": Route(held=buffer.grad_dtype),
         }
-        return cls(
+        made = cls(
             layout=layout,
             buffer=buffer,
             role=role,
@@ -142,11 +183,76 @@ class BufferLayout:
             kept_axis=kept,
             feedback=_feedback([*micro, *boundary]),
         )
+        return made._with_copies() if made.on_host_kinds else made
+
+    def _with_copies(self) -> BufferLayout:
+        """[Note: Host]."""
+        layout, buffer, host, on_host = self.layout, self.buffer, self.layout.strategy.host, self.on_host_kinds
+        params, states = self.numel(layout.param_axes), self.numel(layout.significant)
+        routes, from_kept = dict(self.routes), self.from_kept
+        if "params" in on_host:
+            routes["unshard"] = replace(routes["unshard"], up=_copy("up", params, buffer.param_dtype))
+        if "kept" in on_host:
+            kept = self.sizes.kept // ITEM_BYTES[buffer.param_dtype]
+            routes["unshard"] = replace(routes["unshard"], down=_copy("down", kept, buffer.param_dtype))
+            from_kept = replace(from_kept, up=_copy("up", kept, buffer.param_dtype))
+        elif "params" in on_host and self.kept_axis is None:
+            from_kept = replace(from_kept, up=_copy("up", params, buffer.param_dtype))
+        if buffer.trainable and host.shards_states and (not host.shards_params or routes["refresh"].steps):
+            up = _copy("up", states, buffer.param_dtype)
+            down, passing = None, 0
+            if host.shards_params:
+                down, passing = _copy("down", params, buffer.param_dtype), params
+            routes["refresh"] = replace(routes["refresh"], up=up, down=down, passing=passing)
+        if buffer.trainable and host.shards_states:
+            grads, dtype = self.numel(layout.grad_axes), buffer.grad_dtype
+            routes["boundary"] = replace(routes["boundary"], down=_copy("down", states, dtype))
+            if host.shards_grads:
+                routes["reduce"] = replace(routes["reduce"], down=_copy("down", grads, dtype))
+            if host.shards_grads and routes["boundary"].steps:
+                up = _copy("up", grads, dtype)
+                routes["boundary"] = replace(routes["boundary"], up=up)
+                routes["up"] = Route(held=dtype, passing=grads)
+        return replace(self, routes=routes, from_kept=from_kept)
+
+    def grad_steps(self, *, micro: bool, accumulate: bool, boundary: bool) -> tuple[Transfer, ...]:
+        """The transfers of one reduction, as `zeromesh.schedule.state.Reduction` describes it."""
+        early, late = self.routes["reduce"], self.routes["boundary"]
+        steps = [*early.steps] if micro else []
+        if early.down is not None and not (boundary and late.steps):
+            return (*steps, early.down) if micro else ()
+        if not boundary:
+            return tuple(steps)
+        up = [late.up] if late.up is not None and accumulate else []
+        down = [] if late.down is None else [late.down]
+        return (*steps, *up, *late.steps, *down)
+
+    @property
+    def on_host_kinds(self) -> AbstractSet[str]:
+        """Which of its persistent shards lie on the host: [Note: Host]."""
+        host = self.layout.strategy.host
+        found = {"params"} if host.shards_params else set()
+        if host.shards_states and self.buffer.trainable:
+            found |= {"master", "shown", "cast"}
+        if host.shards_grads and self.buffer.trainable:
+            found |= {"grads"}
+        if self.kept_axis is not None and self.kept_axis.stage.hosted:
+            found |= {"kept"}
+        return found
 
     @property
     def gathered(self) -> bool:
         """Whether its unit computes with a slot, and not with the parameter shard, which then is all of it."""
-        return self.layout.degree(self.layout.param_axes) > 1
+        return self.layout.degree(self.layout.param_axes) > 1 or "params" in self.on_host_kinds
+
+    @property
+    def reduce_slot_bytes(self) -> int:
+        """Bytes in its unit's reduce slot: of a gradient that waits, then of the gradient shard, if that lies on the
+        host otherwise."""
+        waiting = self.slot_bytes(self.slot_dtype) if self.waits else 0
+        if "grads" not in self.on_host_kinds:
+            return waiting
+        return waiting + slot_bytes(self.numel(self.layout.grad_axes), self.buffer.grad_dtype)
 
     @property
     def waits(self) -> bool:
@@ -159,7 +265,7 @@ class BufferLayout:
 
     def slot_bytes(self, dtype: str) -> int:
         """Bytes of the whole buffer in a slot, in `dtype`."""
-        return -(-self.padded * ITEM_BYTES[dtype] // ALIGN_BYTES) * ALIGN_BYTES
+        return slot_bytes(self.padded, dtype)
 
     def shard(self, axes: Sequence[Axis], coordinates: dict[str, int]) -> slice:
         """The range that a rank holds of the buffer sharded over `axes`."""
@@ -177,7 +283,11 @@ class BufferLayout:
     def collected_dtype(self, *, alone: bool) -> str:
         """Dtype into which autograd's gradient is copied; `alone`: [Note: Alone]."""
         made, held = self.buffer.param_dtype, self.slot_dtype if self.waits else self.buffer.grad_dtype
-        sent = [] if self.waits else [step.wire for step in self.routes["boundary"].steps[:1]]
+        sent = (
+            []
+            if self.waits or "grads" in self.on_host_kinds
+            else [step.wire for step in self.routes["boundary"].steps[:1]]
+        )
         return made if alone and sent == [made] and ITEM_BYTES[made] < ITEM_BYTES[held] else held
 
     @property
@@ -185,14 +295,17 @@ class BufferLayout:
         """Whether the optimizer's copy is this rank's part of the compute copy: same dtype, and a refresh brings the
         others the same values. Through a wire with less precision all ranks compute with its rounded values, this one
         too."""
-        param = self.buffer.param_dtype
-        return self.buffer.master_dtype == param and all(step.wire == param for step in self.routes["refresh"].steps)
+        param, host = self.buffer.param_dtype, self.layout.strategy.host
+        if self.buffer.master_dtype != param or host.shards_states != host.shards_params:
+            return False
+        return all(step.wire == param for step in self.routes["refresh"].steps)
 
     @property
     def kept_wire(self) -> str:
-        """How the kept copy is held: as it came over the wire of the last gather that fills it."""
+        """How the kept copy is held: as it came over the wire of the last gather that fills it; on the host as values,
+        since messages would need memory on the device on their way."""
         dtype = self.buffer.param_dtype
-        return dtype if self.kept_axis is None else _param_wire(self.kept_axis, dtype)
+        return dtype if self.kept_axis is None or self.kept_axis.stage.hosted else _param_wire(self.kept_axis, dtype)
 
     @property
     def keeps_messages(self) -> bool:
@@ -201,10 +314,25 @@ class BufferLayout:
 
     @property
     def persistent(self) -> Persistent:
-        layout, buffer = self.layout, self.buffer
-        master = grads = kept = 0
+        """On the device."""
+        return self.sizes.only(KINDS - self.on_host_kinds)
+
+    @property
+    def on_host(self) -> Persistent:
+        """In the host's memory."""
+        return self.sizes.only(self.on_host_kinds)
+
+    @property
+    def sizes(self) -> Persistent:
+        """Wherever they lie."""
+        layout, buffer, host = self.layout, self.buffer, self.layout.strategy.host
+        master = grads = kept = shown = cast = 0
         if buffer.master_dtype is not None:
             grads = self.numel(layout.grad_axes) * ITEM_BYTES[buffer.grad_dtype]
+            if host.shards_states and not host.shards_grads:
+                shown = self.numel(layout.significant) * ITEM_BYTES[buffer.grad_dtype]
+            if host.shards_states and not host.shards_params and buffer.master_dtype != buffer.param_dtype:
+                cast = self.numel(layout.significant) * ITEM_BYTES[buffer.param_dtype]
             if not self.master_in_params:
                 master = self.numel(layout.significant) * ITEM_BYTES[buffer.master_dtype]
         if self.kept_axis is not None:  # a quantised one is the messages of all ranks of its axis, scales and all
@@ -217,6 +345,8 @@ class BufferLayout:
             grads=grads,
             kept=kept,
             feedback=owed * ITEM_BYTES[FEEDBACK_DTYPE],
+            shown=shown,
+            cast=cast,
         )
 
 
@@ -242,9 +372,18 @@ def place(
     return tuple(tuple(placed(unit.role, buffer, beside(unit)) for buffer in unit.buffers) for unit in units)
 
 
+def slot_bytes(numel: int, dtype: str) -> int:
+    """Bytes of so many elements in a slot."""
+    return -(-numel * ITEM_BYTES[dtype] // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _copy(operation: Copying, numel: int, dtype: str) -> Transfer:
+    return Transfer(operation=operation, axis=HOST_AXIS, numel=numel, wire=dtype)
+
+
 def _keeps_all(layout: Layout) -> bool:
-    """Whether all parameters gathered under this layout are kept from forward to backward."""
-    return all(axis.stage.kept for axis in layout.param_axes if axis.size > 1)
+    """Whether all parameters gathered under this layout are kept on the device from forward to backward."""
+    return all(axis.stage.kept and not axis.stage.hosted for axis in layout.param_axes if axis.size > 1)
 
 
 def _kept_axis(layout: Layout) -> Axis | None:

@@ -335,7 +335,7 @@ class Interpreter(Generic[T]):
             return
         self.gather_slots[slot] = unit
         kept = self.backward is not None and state.kept == state.generation
-        from_kept = kept and any(buffer.kept for buffer in self.schedule.memory.persistent[unit])
+        from_kept = kept and self.schedule.memory.keeps(unit)
         self.digest = zlib.crc32(b"%d %d" % (unit, from_kept), self.digest)
         state.ticket = self.backend.unshard(unit, from_kept=from_kept, after=state.refreshing)
         state.full = state.kept = state.generation
@@ -396,7 +396,7 @@ class Interpreter(Generic[T]):
     def _reduce(self, unit: int, *, micro: bool = True) -> None:
         state, slot, backward = self.states[unit], self.schedule.memory.reduce.slot_of[unit], self._running
         backward.reduced.add(unit)
-        if slot is not None and micro:
+        if slot is not None:
             owner = self.reduce_slots[slot]
             if owner is not None:
                 self._settle(self.states[owner], "taking")

@@ -7,8 +7,8 @@ Each lane also has a workspace for its collectives, which do one job at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from zeromesh.schedule.buffer_layout import BufferLayout, Persistent
 from zeromesh.schedule.transfer import LANES, LaneKind, Transfer
@@ -31,8 +31,8 @@ class SlotPlan:
         slot_bytes: by slot index.
     """
 
-    slot_of: tuple[int | None, ...]
-    slot_bytes: tuple[int, ...]
+    slot_of: tuple[int | None, ...] = ()
+    slot_bytes: tuple[int, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -51,7 +51,7 @@ def plan_gather_slots(placed: Buffers, prefetch: int) -> SlotPlan:
 
 def plan_reduce_slots(placed: Buffers) -> SlotPlan:
     """REDUCE_SLOTS slots of the largest block, one more for each resident unit; of gradients that wait at all."""
-    sizes = [sum(p.slot_bytes(p.slot_dtype) for p in unit if p.waits) for unit in placed]
+    sizes = [sum(p.reduce_slot_bytes for p in unit) for unit in placed]
     return _plan_slots([any(p.role is Role.RESIDENT for p in unit) for unit in placed], sizes, REDUCE_SLOTS)
 
 
@@ -78,25 +78,38 @@ class MemoryPlan:
         gather, reduce: the slots.
         staging: by lane, the longest region that it casts around a wire.
         workspace: by lane, memory of its collectives beside the regions that they work on.
+        host: the plan of the host's memory, where anything lies there.
     """
 
     persistent: tuple[tuple[Persistent, ...], ...]
-    gather: SlotPlan
-    reduce: SlotPlan
-    staging: Mapping[LaneKind, int]
-    workspace: Mapping[LaneKind, int]
+    gather: SlotPlan = SlotPlan()
+    reduce: SlotPlan = SlotPlan()
+    staging: Mapping[LaneKind, int] = field(default_factory=dict)
+    workspace: Mapping[LaneKind, int] = field(default_factory=dict)
+    host: MemoryPlan | None = None
 
     @classmethod
     def of(cls, placed: Buffers, prefetch: int, messages: bool | None = None, *, triton: bool = True) -> MemoryPlan:
         each = {id(buffer): buffer for unit in placed for buffer in unit}  # a model's blocks share theirs
-        persistent = {key: buffer.persistent for key, buffer in each.items()}
+
+        def by_unit(shards: Callable[[BufferLayout], Persistent]) -> tuple[tuple[Persistent, ...], ...]:
+            found = {key: shards(buffer) for key, buffer in each.items()}
+            return tuple(tuple(found[id(buffer)] for buffer in unit) for unit in placed)
+
+        hosted = any(buffer.on_host_kinds for buffer in each.values())
         return cls(
-            persistent=tuple(tuple(persistent[id(buffer)] for buffer in unit) for unit in placed),
+            persistent=by_unit(lambda buffer: buffer.persistent),
             gather=plan_gather_slots(placed, prefetch),
             reduce=plan_reduce_slots(placed),
             staging={lane: max((b.routes[lane].staging_bytes for b in each.values()), default=0) for lane in LANES},
             workspace=dict.fromkeys(LANES, 0) if messages is None else workspace_by_lane(placed, messages, triton),
+            host=cls(persistent=by_unit(lambda buffer: buffer.on_host)) if hosted else None,
         )
+
+    def keeps(self, unit: int) -> bool:
+        """Whether there is a copy of the unit that its backward's gather may begin with."""
+        own = any(buffer.kept for buffer in self.persistent[unit])
+        return own or (self.host is not None and self.host.keeps(unit))
 
     @property
     def params_bytes(self) -> int:
@@ -108,14 +121,18 @@ class MemoryPlan:
 
     @property
     def grads_bytes(self) -> int:
-        return sum(buffer.grads for unit in self.persistent for buffer in unit)
+        return sum(buffer.grads + buffer.shown for unit in self.persistent for buffer in unit)
 
     @property
     def buffers_bytes(self) -> int:
-        """Slots, kept copies, residuals, staging and workspace."""
-        kept = sum(buffer.kept + buffer.feedback for unit in self.persistent for buffer in unit)
+        """Slots, kept copies, residuals, copies on their way up, staging and workspace."""
+        kept = sum(buffer.kept + buffer.feedback + buffer.cast for unit in self.persistent for buffer in unit)
         lanes = sum(self.staging.values()) + sum(self.workspace.values())
         return self.gather.total_bytes + self.reduce.total_bytes + kept + lanes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.params_bytes + self.master_bytes + self.grads_bytes + self.buffers_bytes
 
 
 MESSAGES_BYTES = 8 << 20

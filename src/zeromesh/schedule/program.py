@@ -191,8 +191,8 @@ class Schedule:
         return (*(axis for layout in self.layouts for axis in layout.axes), *self.beyond)
 
     def reduces_each(self, unit: int) -> bool:
-        """Whether anything of the unit's gradients is reduced after each micro-batch."""
-        return any(placed.routes["reduce"].steps for placed in self.placed[unit])
+        """Whether anything of the unit's gradients is reduced, or copied, after each micro-batch."""
+        return any(placed.routes["reduce"].all_steps for placed in self.placed[unit])
 
     def shares_slot(self, unit: int) -> bool:
         """Whether other units are gathered into the unit's slot."""

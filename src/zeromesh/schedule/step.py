@@ -84,7 +84,7 @@ class Counted:
     sent: list[tuple[int, Transfer]] = field(default_factory=list)
 
     def _list(self, unit: int, route: Route) -> None:
-        self.sent.extend((unit, step) for step in route.steps)
+        self.sent.extend((unit, step) for step in route.all_steps)
 
     def refresh(self, unit: int) -> None:
         for placed in self.schedule.placed[unit]:
@@ -95,11 +95,11 @@ class Counted:
             self._list(unit, placed.from_kept if from_kept else placed.routes["unshard"])
 
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[None]:
-        for placed in self.schedule.placed[unit]:
-            if reduction.micro:
-                self._list(unit, placed.routes["reduce"])
-            if reduction.boundary:
-                self._list(unit, placed.routes["boundary"])
+        for placed in (placed for placed in self.schedule.placed[unit] if placed.buffer.trainable):
+            steps = placed.grad_steps(
+                micro=reduction.micro, accumulate=reduction.accumulate, boundary=reduction.boundary
+            )
+            self.sent.extend((unit, step) for step in steps)
         return Reducing(None, None)
 
     def wait(self, ticket: None) -> None:
@@ -146,11 +146,11 @@ def step_transfers(
 
 
 def sent_bytes_per_axis(schedule: Schedule, **step: Any) -> dict[str, int]:
-    """Bytes that one rank sends on each axis of the layouts in one step in steady state, in which each optimizer that
-    steps on whole tensors steps once, on all of them; `step` as in `step_transfers`."""
+    """Bytes that one rank sends on each axis of the layouts (and copies, `Transfer.line`) in one step in steady state,
+    in which each optimizer that steps on whole tensors steps once, on all of them; `step` as in `step_transfers`."""
     total = Counter({axis.name: 0 for axis in schedule.axes})
     for _, transfer in step_transfers(schedule, **step):
-        total[transfer.axis.name] += transfer.sent_bytes
+        total[transfer.line] += transfer.sent_bytes
     for bucket in chain.from_iterable(schedule.buckets):
         for shipment in (*bucket.there, *bucket.back):
             total[shipment.axis.name] += shipment.sent_bytes

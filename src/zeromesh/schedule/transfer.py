@@ -1,4 +1,4 @@
-"""One collective of a flat buffer, as data, and the lanes that collectives run on."""
+"""One collective or copy of a flat buffer, as data, and the lanes that they run on."""
 
 from __future__ import annotations
 
@@ -8,32 +8,41 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zeromesh.schedule.unit import ITEM_BYTES
-from zeromesh.strategy import Axis, Layout
+from zeromesh.strategy import Axis, Layout, Stage
+from zeromesh.strategy.stage import DEFAULT_WIRE, HOST
 from zeromesh.wires import WireFormat, coded
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
-LaneKind = Literal["refresh", "unshard", "reduce", "boundary"]
+Copying = Literal["up", "down"]
+"""To the device, and to its host."""
+
+LaneKind = Literal["refresh", "unshard", "reduce", "boundary", "up", "down"]
 """Kinds of transfers, each of which has a lane: updated parameters to the parameter shard; parameters into a slot;
-a micro-batch's gradients into the accumulator; the accumulated ones to the state shard."""
+a micro-batch's gradients into the accumulator; the accumulated ones to the state shard; copies from the host's memory
+to the device's, and back."""
+
+HOST_AXIS = Axis(name=HOST, mesh_axis=HOST, size=1, stride=0, stage=Stage.ZERO, wire=DEFAULT_WIRE)
+"""Stands for the link between a device and its host, over which ``up`` and ``down`` copy."""
 
 GATHERS: tuple[LaneKind, ...] = ("refresh", "unshard")
 REDUCTIONS: tuple[LaneKind, ...] = ("reduce", "boundary")
-LANES = (*GATHERS, *REDUCTIONS)
+COPIES: tuple[Copying, ...] = ("up", "down")
+LANES = (*GATHERS, *REDUCTIONS, *COPIES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One collective over one axis.
+    """One collective over one axis, or one copy to or from the host.
 
     Args:
-        operation: of torch.distributed.
-        axis: over which axis of the layout.
-        numel: elements of the whole region: the result of a gather, the input of a reduction.
+        operation: of torch.distributed; or ``up``, ``down``.
+        axis: over which axis of the layout; or the host's.
+        numel: elements of the whole region: the result of a gather, the input of a reduction, a copy.
         wire: dtype of its messages.
     """
 
-    operation: Operation
+    operation: Operation | Copying
     axis: Axis
     numel: int
     wire: str
@@ -41,6 +50,11 @@ class Transfer:
     @property
     def chunk_numel(self) -> int:
         return self.numel // self.axis.size
+
+    @property
+    def line(self) -> str:
+        """Whose bytes it sends: its axis, or one direction of the link to the host."""
+        return f"{HOST} {self.operation}" if self.operation in COPIES else self.axis.name
 
     @property
     def form(self) -> WireFormat | None:
@@ -54,6 +68,8 @@ class Transfer:
     @property
     def sent_bytes(self) -> int:
         """Bytes that one rank sends: [Note: Bytes]."""
+        if self.operation in COPIES:
+            return wire_bytes(self.numel, self.wire)
         turns = 2 if self.operation == "all_reduce" else 1
         return turns * (self.axis.size - 1) * wire_bytes(self.chunk_numel, self.wire)
 
@@ -66,7 +82,7 @@ def wire_bytes(numel: int, wire: str) -> int:
 
 def lane_axes(layout: Layout, lane: LaneKind) -> tuple[Axis, ...]:
     """The axes over which a lane sends. No axis is in both lanes of a direction, so that its communicator for that
-    direction belongs to one lane."""
+    direction belongs to one lane. Copies go over none."""
     match lane:
         case "refresh":
             return tuple(axis for axis in layout.significant if axis not in layout.param_axes)
@@ -76,6 +92,8 @@ def lane_axes(layout: Layout, lane: LaneKind) -> tuple[Axis, ...]:
             return layout.grad_axes
         case "boundary":
             return tuple(axis for axis in layout.axes if axis not in layout.grad_axes)
+        case "up" | "down":
+            return ()
 
 
 def lent_axes(layouts: Iterable[Layout], line_of: Callable[[Layout, Axis], Hashable]) -> dict[str, str]:

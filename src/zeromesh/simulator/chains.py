@@ -79,6 +79,8 @@ class Chains:
                 return self._accumulated(self._works(placed.routes[lane], lane), placed)
             case "boundary":
                 return self._boundary(placed.routes[lane])
+            case "up" | "down":
+                return []
 
     def _works(self, route: Route, kind: str) -> list[Work]:
         collective = self._collective

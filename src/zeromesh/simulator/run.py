@@ -16,7 +16,7 @@ from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants, default_constants
 from zeromesh.cost.memory import Overhead
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.errors import InputError
+from zeromesh.errors import InputError, NotationError
 from zeromesh.model import ModelSpec, UnitSpec
 from zeromesh.schedule import Bucket, BucketSteps, Interpreter, Schedule, lent_axes
 from zeromesh.schedule.step import Phase, run_forward, run_micro_batch
@@ -38,7 +38,8 @@ from zeromesh.simulator.result import AxisTraffic, PipelineRank, Simulation
 from zeromesh.simulator.steady import Repeats
 from zeromesh.simulator.units import schedule_units
 from zeromesh.simulator.workload import FixedWorkload
-from zeromesh.strategy import Strategy, layouts_of
+from zeromesh.strategy import Stage, Strategy, layouts_of
+from zeromesh.strategy.stage import HOST
 from zeromesh.trace import Trace
 
 T = TypeVar("T")
@@ -172,6 +173,7 @@ class Setup:
         mechanics, constants = find_engine(engine), constants or default_constants()
         model, cluster = part.model, division.cluster
         asked = Strategy.parse(strategy, [name for name, _ in cluster.axes])
+        _require_on_device(asked)
         _require_parts(asked, workload, mechanics)
         layouts = layouts_of(mechanics.carried_out(asked), cluster.axes, {})
         whole = all(layout.degree(layout.param_axes) == 1 for layout in layouts.values())
@@ -314,6 +316,15 @@ class Setup:
         layout = self.schedule.layout
         owned = sum(each.numel for each in self.owned) / layout.degree(layout.significant)
         return self.compute.optimizer(sliced - owned)
+
+
+def _require_on_device(strategy: Strategy) -> None:
+    terms = [axis for each in (strategy, *dict(strategy.parts).values()) for axis in each.axes]
+    if strategy.host is not Stage.ZERO or any(axis.stage.hosted for axis in terms):
+        raise NotationError(
+            f"{strategy} keeps shards in the host's memory, which zm.shard runs and whose time is not predicted yet: "
+            f"leave {HOST}= out, and write k for h"
+        )
 
 
 def _require_parts(strategy: Strategy, workload: FixedWorkload, mechanics: Mechanics) -> None:

@@ -24,7 +24,7 @@ from math import prod
 
 from zeromesh.errors import MeshError, NotationError, nearest
 from zeromesh.strategy.collective import Collective, find_collective
-from zeromesh.strategy.stage import Stage, Wire
+from zeromesh.strategy.stage import HOST, Stage, Wire
 from zeromesh.strategy.strategy import AxisStage, Strategy
 
 CHUNK_BYTES = 16
@@ -102,6 +102,8 @@ class Layout:
                 divide its axis.
         """
         names = [name for name, _ in mesh]
+        if HOST in names:
+            raise MeshError(f"the mesh has a dimension called {HOST!r}, which is the memory below devices: rename it")
         parsed = Strategy.parse(strategy, names)
         if parsed.parts:
             raise NotationError(

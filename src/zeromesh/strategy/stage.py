@@ -12,7 +12,8 @@ from zeromesh.wires import DTYPES, coded, spellings
 
 
 class Stage(enum.Enum):
-    """The ZeRO stage of one axis, with ``k`` where gathered parameters are kept from forward to backward.
+    """The ZeRO stage of one axis, with ``k`` where gathered parameters are kept from forward to backward, and ``h``
+    where they are kept in the host's memory. Or that of the host itself, which says which shards lie there.
 
     ========  ============  ==============================  ==========================
     stage     sharded       every micro-batch               every step
@@ -32,6 +33,8 @@ class Stage(enum.Enum):
     THREE_KEPT = "3k"
     DEFERRED = "3d"
     DEFERRED_KEPT = "3dk"
+    THREE_HOSTED = "3h"
+    DEFERRED_HOSTED = "3dh"
 
     @classmethod
     def parse(cls, text: str) -> Stage:
@@ -48,7 +51,7 @@ class Stage(enum.Enum):
     @property
     def shards_grads(self) -> bool:
         """Whether gradients are reduced over this axis after every micro-batch."""
-        return self in (Stage.TWO, Stage.THREE, Stage.THREE_KEPT)
+        return self.value in ("2", "3", "3k", "3h")
 
     @property
     def shards_states(self) -> bool:
@@ -56,17 +59,25 @@ class Stage(enum.Enum):
 
     @property
     def deferred(self) -> bool:
-        return self in (Stage.DEFERRED, Stage.DEFERRED_KEPT)
+        return self.value.startswith("3d")
 
     @property
     def kept(self) -> bool:
-        return self.value.endswith("k")
+        return self.value.endswith(("k", "h"))
+
+    @property
+    def hosted(self) -> bool:
+        """Whether its kept copy lies on the host."""
+        return self.value.endswith("h")
 
     @property
     def significance(self) -> int:
         """Rank of this stage in the order in which buffers are chunked: 3 first, then 2 or 3d, then 1."""
         return 3 - self.shards_params - self.shards_grads - self.shards_states
 
+
+HOST = "host"
+"""The level below the device: its memory. No axis of the mesh, it cuts nothing."""
 
 FLOAT_DTYPES = ("fp64", "fp32", "bf16", "fp16")
 """Dtypes of parameters, gradients and masters in memory."""
@@ -147,7 +158,8 @@ PARO: dict[str, tuple[str, str]] = {
 
 
 # Sources: DDP, ZeRO (1910.02054), HSDP = MiCS (2205.00119) = PaRO III, HFSDP (Megatron-FSDP) = pytorch#148257,
-# ZeRO++ (2306.10209), Frontier (2501.04266, layout assumed).
+# ZeRO++ (2306.10209), Frontier (2501.04266, layout assumed), FCDP (2602.06499), ZeRO-Offload (2101.06840); FSDP2's
+# CPUOffloadPolicy.
 _SYSTEMS: dict[str, tuple[str, ...]] = {
     "ddp": ("0",),
     "zero1": ("1",),
@@ -160,9 +172,12 @@ _SYSTEMS: dict[str, tuple[str, ...]] = {
     "hpz": ("3", "3k"),
     "zero++": ("3@int8/int4", "3k@int8/int4"),
     "frontier": ("3@int8/", "2@/int4", "1"),
+    "fcdp": ("3", "3h"),
+    "zero-offload": ("host=2", "2"),
+    "cpu-offload": ("host=3", "3"),
 } | {f"paro:{name}": stages for name, stages in PARO.items()}
-"""Stages by level, innermost first. Where a mesh has more axes than a preset has levels, the one before the outermost
-stands for several: "inside the node" is all but the outermost axis."""
+"""Stages by level, innermost first, behind the host's if it has one. Where a mesh has more axes than a preset has
+levels, the one before the outermost stands for several: "inside the node" is all but the outermost axis."""
 
 PRESETS = tuple(_SYSTEMS)
 
@@ -186,8 +201,9 @@ def preset_axes(name: str, axes: Sequence[str] | None) -> str:
     if axes is None:
         raise NotationError(f"preset {name} needs the names of the mesh's axes; give them, or write axis=stage terms")
     stages = _SYSTEMS[known[name.lower()]]
+    host, stages = (stages[:1], stages[1:]) if stages[0].startswith(HOST) else ((), stages)
     if len(axes) < len(stages):
         raise NotationError(f"preset {name} has {len(stages)} levels, the mesh has {len(axes)}: {', '.join(axes)}")
     inner = max(0, len(stages) - 2)
     by_axis = stages[:inner] + stages[inner : inner + 1] * (1 + len(axes) - len(stages)) + stages[inner + 1 :]
-    return ",".join(f"{axis}={stage}" for axis, stage in zip(axes, by_axis, strict=True))
+    return ",".join([*host, *(f"{axis}={stage}" for axis, stage in zip(axes, by_axis, strict=True))])

@@ -3,10 +3,11 @@
 ::
 
     strategy = mix ("|" part ":" mix)*                   the model's, then those of parts of it
-    mix      = axis "=" stage wire? ("," axis ...)* (";" option "=" value)*        innermost axis first
+    mix      = ("host" "=" stage ",")? axis "=" stage wire? ("," axis ...)* (";" option "=" value)*
+                                                           innermost axis first
     part     = pattern of module names | "<" name of a class ">"
     axis     = name | name "[" size "]" | name "[*]"     a size splits a level; [*] is the rest of it
-    stage    = "0" | "1" | "2" | "3" | "3k" | "3d" | "3dk"
+    stage    = "0" | "1" | "2" | "3" | "3k" | "3d" | "3dk" | "3h" | "3dh"            the host's: none that keeps
     wire     = "@" [P] "/" [G ["+ef"]] | "@" P           +ef: error feedback, on a quantised G
     P, G     = dtype | "int8[" block "]" | "int4[" block "]"
     option   = collective=auto|flat|hierarchical|ho_ring, overlap=all|gather|none, prefetch=K
@@ -22,7 +23,7 @@ from typing import Literal, get_args
 
 from zeromesh.errors import NotationError, nearest, one_of
 from zeromesh.strategy.collective import AUTO, collectives
-from zeromesh.strategy.stage import DEFAULT_WIRE, Stage, Wire, preset_axes
+from zeromesh.strategy.stage import DEFAULT_WIRE, HOST, Stage, Wire, preset_axes
 
 Overlap = Literal["all", "gather", "none"]
 Split = int | Literal["*"] | None
@@ -74,8 +75,8 @@ _PART = re.compile(r"<\w+>|[\w.*?\[\]!-]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A ZeRO stage for every mesh axis, innermost axis first, in normal form; and those of parts of the model that have
-    their own (`parts`: by name, in the order of names).
+    """A ZeRO stage for every mesh axis, innermost axis first, in normal form, and for the host's memory; and those of
+    parts of the model that have their own (`parts`: by name, in the order of names).
 
     Two spellings of one layout are equal, and ``Strategy.parse(str(s)) == s``:
 
@@ -94,12 +95,14 @@ class Strategy:
     collective: str = AUTO
     overlap: Overlap = "all"
     prefetch: int = 1
+    host: Stage = Stage.ZERO
     parts: tuple[tuple[str, Strategy], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", _normal_form(self.axes))
         object.__setattr__(self, "parts", _parts_in_order(self.parts))
         _check_options(self)
+        _check_host(self.host)
         _check_mix(self.axes)
 
     @classmethod
@@ -116,7 +119,9 @@ class Strategy:
         own, *parts = text.split("|")
         body, *options = (part.strip() for part in own.split(";"))
         terms = body if "=" in body or not body else preset_axes(body, axes)
-        strategy = cls(axes=tuple(_parse_axis(term) for term in terms.split(",") if body))
+        first, *rest = (_parse_axis(term) for term in terms.split(",")) if body else [None]
+        host = _host_stage(first) if first and first.name == HOST else None
+        strategy = cls(axes=tuple(filter(None, [None if host else first, *rest])), host=host or Stage.ZERO)
         parsed = tuple(_parse_part(part, axes) for part in parts)
         return replace(strategy, parts=parsed, **_parse_options(options))  # type: ignore[arg-type]  # checked
 
@@ -136,7 +141,8 @@ class Strategy:
     def __str__(self) -> str:
         changed = [(key, getattr(self, key)) for key, default in _OPTIONS.items() if getattr(self, key) != default]
         parts = "".join(f" | {name}: {strategy}" for name, strategy in self.parts)
-        return ",".join(map(str, self.axes)) + "".join(f";{key}={value}" for key, value in changed) + parts
+        host = [] if self.host is Stage.ZERO else [f"{HOST}={self.host.value}"]
+        return ",".join([*host, *map(str, self.axes)]) + "".join(f";{key}={value}" for key, value in changed) + parts
 
 
 def _parse_axis(term: str) -> AxisStage:
@@ -153,6 +159,24 @@ def _parse_axis(term: str) -> AxisStage:
         wire=DEFAULT_WIRE if match["wire"] is None else Wire.parse(match["wire"]),
         split=split if split in (None, "*") else int(split),  # type: ignore[arg-type]  # the pattern allows no other
     )
+
+
+def _host_stage(term: AxisStage) -> Stage:
+    if term.split is not None or term.wire != DEFAULT_WIRE:
+        raise NotationError(
+            f"the host takes a stage for all of the model, without sizes and wires, as in {HOST}=1; got {term}"
+        )
+    return term.stage
+
+
+def _check_host(stage: Stage) -> None:
+    if stage.kept:
+        plain = stage.value.rstrip("kh")
+        less = "host=1" if stage.deferred else "host=2"
+        raise NotationError(
+            f"{HOST}={stage.value} would keep gathered parameters that {HOST}={plain} copies anew, which takes the "
+            f"device memory of {less} and more copies: write {less}, or {HOST}={plain}"
+        )
 
 
 def _parse_part(text: str, axes: Sequence[str] | None) -> tuple[str, Strategy]:
@@ -254,7 +278,16 @@ def _check_mix(axes: Sequence[AxisStage]) -> None:
             f"parameters the other way round, would neither contain nor be contained in each other; "
             f"use {deferred.name}=3, or {two.name}=1 or 3d"
         )
+    misplaced = next((axis for axis in axes if axis.name == HOST), None)
+    if misplaced:
+        raise NotationError(f"{misplaced} is given behind another axis: the host stands first, as in {HOST}=1,node=3")
     params = [axis for axis in axes if axis.stage.shards_params]
+    places = {axis.stage.hosted: axis for axis in params if axis.stage.kept}
+    if len(places) > 1:
+        raise NotationError(
+            f"{places[False]} keeps its copy on the device and {places[True]} on the host: write both with k, or both "
+            f"with h"
+        )
     for kept, later in pairwise(sorted(params, key=lambda axis: axis.stage.significance)):
         if kept.stage.kept and not later.stage.kept:
             raise NotationError(
@@ -264,4 +297,4 @@ def _check_mix(axes: Sequence[AxisStage]) -> None:
             )
 
 
-_OPTIONS = {field.name: field.default for field in fields(Strategy) if field.name not in ("axes", "parts")}
+_OPTIONS = {field.name: field.default for field in fields(Strategy) if field.name not in ("axes", "host", "parts")}

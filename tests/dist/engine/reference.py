@@ -522,7 +522,7 @@ class Comparison:
                     # beside `reduced` is what was sent
                     held |= {
                         "master": (buffer.master, buffer.state_range),
-                        "grads": (buffer.reduced, buffer.state_range),
+                        "grads": (buffer.shown, buffer.state_range),
                     }
                 for kind, (tensor, where) in held.items():
                     rest = tensor[max(0, buffer.spec.numel - where.start) :]

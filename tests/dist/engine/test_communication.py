@@ -35,7 +35,7 @@ def observe(strategy: str, case: Case, *shape: int) -> tuple[list[tuple[str, str
 
 
 def test_the_presets_are_all_there():
-    assert len(LOSSLESS) == 15
+    assert len(LOSSLESS) == 18
 
 
 @pytest.mark.parametrize("strategies", [LOSSLESS[::2], LOSSLESS[1::2]], ids=str)
@@ -49,6 +49,42 @@ def test_calls_order_and_bytes_of_every_preset(strategies):
 def test_calls_order_and_bytes_on_an_odd_mesh():
     for strategy in ("node=0,cluster=2", "node=3,cluster=0;prefetch=3", "node=2,cluster=3k"):
         require_scheduled(*observe(strategy, Case(world=6), 3, 2))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@on_ranks(4)
+def test_copies_to_and_from_the_host(micro_batches):
+    """The formulas, for N elements of each rank's padded buffers: fp32 gradients, parameters of `width` bytes."""
+    for precision, width in (("fp32", 4), ("bf16-wire", 2)):
+        case = Case(precision=precision, micro_batches=micro_batches)
+        for host, mix, of_grads, of_states in HOSTED:
+            with sharded(f"host={host},{mix}", case, mesh_of(2, 2)) as (model, optimizer):
+                buffers = [placed for unit in engine_of(model).schedule.placed for placed in unit]
+                total = sum(placed.padded for placed in buffers if placed.buffer.trainable)
+                backward(model, case, 0)
+                with zm.traffic_report(model, micro_batches=micro_batches) as traffic:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    backward(model, case, 1)
+                lines = {line.direction: line for line in traffic.lines() if line.axis == "host"}
+            assert all(line.sent_bytes == line.predicted_bytes for line in lines.values()), (host, mix)
+            grads, states = total // of_grads, total // of_states
+            further = mix != "node=3,cluster=3"  # the accumulated sum is reduced once more
+            down, up = 4 * states, width * states
+            if host == "2":
+                down = 4 * (grads * (micro_batches - further) + states * further)
+                up += 4 * grads * (further and micro_batches > 1)
+            assert (lines["down"].sent_bytes, lines["up"].sent_bytes) == (down, up), (host, mix)
+
+
+HOSTED = (
+    ("1", "node=3,cluster=1", 2, 4),
+    ("1", "node=3,cluster=3", 4, 4),
+    ("2", "node=3,cluster=3", 4, 4),
+    ("2", "node=2,cluster=1", 2, 4),
+    ("2", "node=1,cluster=0", 1, 2),
+)
+"""The host's stage, those of the axes, and into how many shards these cut gradients and states."""
 
 
 def require_scheduled(sent: list[tuple[str, str, int]], expected: list[Transfer], layout: Layout) -> None:

@@ -18,12 +18,13 @@ from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.observe.report import persistent, working_buffers
 
-SPECIAL = ["node=3,cluster=3k;prefetch=3", "node=1@/fp32,cluster=3@fp32/bf16"]
+SPECIAL = ["node=3,cluster=3k;prefetch=3", "node=1@/fp32,cluster=3@fp32/bf16", "host=1,node=3,cluster=1"]
+HOSTED = ["host=2,node=1,cluster=0", "host=3,node=3,cluster=2", "host=3d,node=3,cluster=3h"]
 
 
 @pytest.mark.parametrize(
     ("precision", "strategies"),
-    [("bf16-wire", [*LOSSLESS[::3], *SPECIAL]), ("fp64", SPECIAL)],
+    [("bf16-wire", [*LOSSLESS[::3], *SPECIAL, *HOSTED]), ("fp64", [*SPECIAL, *HOSTED])],
 )
 @on_ranks(4)
 def test_predicted_is_allocated(precision, strategies):
@@ -36,9 +37,22 @@ def test_predicted_is_allocated(precision, strategies):
             never = [p for p in engine_of(model).optimizer_params() if p.requires_grad and "unused" in p.full_name]
             unmade = 2 * sum(param.local.nbytes for param in never)
             for line in zm.memory_report(model, optimizer.members[0]):
-                missing = unmade if line.kind in ("optimizer", "total") else 0
+                place = "host" if strategy.startswith("host") else "device"
+                missing = unmade if line.kind in ("optimizer", "total") and line.place == place else 0
                 assert line.predicted_bytes == line.allocated_bytes + missing, (strategy, line)
             assert [tensor.data_ptr() for tensor in working_buffers(engine_of(model))] == buffers
+
+
+@on_ranks(4)
+def test_only_the_stages_of_the_host_lie_there():
+    on_host = {"1": {"optimizer"}, "2": {"optimizer", "grads"}, "3": {"optimizer", "grads", "params"}}
+    for host, kinds in (on_host | {"3d": {"optimizer", "params"}}).items():
+        with sharded(f"host={host},node=3,cluster=1", Case(precision="bf16-wire"), mesh_of(2, 2)) as (model, optimizer):
+            lines = zm.memory_report(model, optimizer.members[0])
+        held = {(line.place, line.kind): line.allocated_bytes for line in lines}
+        for kind in ("params", "grads", "optimizer"):
+            assert (held["device", kind] == 0) == (kind in kinds), (host, kind)
+            assert held["host", kind] or kind not in kinds, (host, kind)
 
 
 @on_ranks(4)

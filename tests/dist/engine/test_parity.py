@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -22,6 +23,12 @@ THREE_KEPT = [notation(mix) for mix in mixes(3, kept=True) if any("k" in stage f
 EACH = ("node=0,cluster=3d", "node=1,cluster=2", "node=2,cluster=0", "node=3,cluster=1", "node=3d,cluster=3")
 EACH_KEPT = ("node=3k,cluster=3dk", "node=3,cluster=3k")
 """Each stage once on each axis, for properties that depend on one axis and its stage only."""
+
+HOSTED = [
+    f"host={host},{mix.replace('k', 'h') if at % 2 else mix}"
+    for at, (host, mix) in enumerate(product(("1", "2", "3", "3d"), (*EACH, *EACH_KEPT)))
+]
+"""Each stage of the host over each of these, with kept copies there too in every second one."""
 
 BOTH = Case(optimizer="both", debug=True)
 CASES = (
@@ -48,6 +55,24 @@ def test_every_mix_on_two_axes(turn):
         check(strategy, CASES[turn], 2, 2)
 
 
+@pytest.mark.parametrize("turn", range(len(CASES)))
+@on_ranks(4)
+def test_shards_in_the_host_s_memory(turn):
+    for strategy in HOSTED[turn :: len(CASES)]:
+        check(strategy, CASES[turn], 2, 2)
+
+
+@settings(max_examples=3)
+@given(
+    host=st.sampled_from(["0", "1", "2", "3", "3d"]),
+    strategy=st.sampled_from([mix.replace("k", "h") for mix in TWO + TWO_KEPT]),
+    case=st.sampled_from(CASES),
+)
+@on_ranks(4)
+def test_any_mix_over_any_stage_of_the_host(host, strategy, case):
+    check(f"host={host},{strategy}", case, 2, 2)
+
+
 @pytest.mark.parametrize(
     ("case", "strategies"),
     [
@@ -58,6 +83,8 @@ def test_every_mix_on_two_axes(turn):
         (Case(optimizer="both", precision="bf16-wire", steps=1), EACH),
         (Case(precision="bf16-wire", steps=1, weighted=True), ("node=0,cluster=0",)),
         (Case(precision="bf16-wire", micro_batches=1), ("node=1,cluster=1",)),
+        (Case(precision="bf16-wire", steps=1), ("host=1,node=3,cluster=1", "host=2,node=1,cluster=0")),
+        (Case(precision="bf16", steps=1), ("host=3,node=3,cluster=2", "host=3d,node=3,cluster=3h")),
     ],
     ids=str,
 )
@@ -127,6 +154,15 @@ def test_keeping_changes_no_bit(precision):
         expected = trained(base, Case(optimizer="both", precision=precision), 2, 2)
         for kept in KEPT[base]:
             require_same(kept, trained(kept, Case(optimizer="both", precision=precision), 2, 2), expected)
+
+
+@on_ranks(4)
+def test_the_place_of_shards_changes_no_bit():
+    case = Case(optimizer="both", precision="fp32", micro_batches=1)
+    for mix in ("node=3,cluster=1", "node=1,cluster=0", "node=3,cluster=3h"):
+        expected = trained(mix, case, 2, 2)
+        for host in ("1", "2", "3", "3d"):
+            require_same(host, trained(f"host={host},{mix}", case, 2, 2), expected)
 
 
 @on_ranks(4)

@@ -32,7 +32,7 @@ def shard(model: nn.Module, strategy, mesh=None, **options):
 
 
 ON_TWO_RANKS = (
-    ({"strategy": "node=4"}, NotationError, r"stage must be one of 0, 1, 2, 3, 3k, 3d, 3dk; got '4'"),
+    ({"strategy": "node=4"}, NotationError, r"stage must be one of 0, 1, 2, 3, 3k, 3d, 3dk, 3h, 3dh; got '4'"),
     ({"strategy": "node:3"}, NotationError, r"a strategy is axis=stage terms.* or a preset; got 'node:3'"),
     ({"strategy": "hdsp"}, NotationError, r"got 'hdsp': did you mean hsdp"),
     ({"strategy": "hsdp"}, NotationError, r"preset hsdp has 2 levels, the mesh has 1: node"),

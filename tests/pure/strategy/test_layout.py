@@ -235,11 +235,11 @@ def test_a_plan_that_cannot_be_carried_out(fields, message):
 def test_stages_are_all_that_can_be_sharded_over_one_axis():
     """Who has a part of parameters or gradients has that part of the states; only what is gathered is kept."""
     can_be = {
-        (params, grads, states, kept)
-        for params, grads, states, kept in product((False, True), repeat=4)
-        if states >= (params or grads) and params >= kept
+        (params, grads, states, kept, hosted)
+        for params, grads, states, kept, hosted in product((False, True), repeat=5)
+        if states >= (params or grads) and params >= kept >= hosted
     }
-    stages = [(stage.shards_params, stage.shards_grads, stage.shards_states, stage.kept) for stage in Stage]
+    stages = [(s.shards_params, s.shards_grads, s.shards_states, s.kept, s.hosted) for s in Stage]
     assert len(stages) == len(set(stages)) and set(stages) == can_be
     # Buffers are cut by what is sharded furthest first.
     for one, other in product(Stage, repeat=2):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.pure.strategy.mixes import KEPT, STAGES, illegal, mixes, notation
 from zeromesh.errors import NotationError
-from zeromesh.strategy import PRESETS, AxisStage, Stage, Strategy, Wire
+from zeromesh.strategy import PRESETS, AxisStage, Layout, Stage, Strategy, Wire
 from zeromesh.strategy.strategy import MAX_PREFETCH
 
 parse = Strategy.parse
@@ -124,6 +124,17 @@ def test_values():
     assert str(parse("hsdp | head: paro:IIG", ("node", "cluster"))) == "node=3,cluster=0 | head: node=3,cluster=1"
 
 
+def test_the_host_has_a_stage_that_cuts_nothing():
+    strategy = parse("host=1, node=3,cluster=3h")
+    assert str(strategy) == "host=1,node=3,cluster=3h" and parse(str(strategy)) == strategy
+    assert strategy.names == ("node", "cluster") and strategy.host is Stage.ONE
+    assert parse("host=0,node=3") == parse("node=3")
+    with_part = parse("host=1,node=1 | *.experts: host=2,node=3")
+    assert dict(with_part.parts)["*.experts"].host is Stage.TWO and parse(str(with_part)) == with_part
+    layout, plain = (Layout.of(text, [("node", 4)]) for text in ("host=3,node=3", "node=3"))
+    assert layout.axes == plain.axes and layout.shard(64, layout.param_axes, {"node": 1}) == slice(16, 32)
+
+
 @pytest.mark.parametrize(("axes", "plain"), [(1, 5), (2, 23), (3, 101)])
 def test_the_legal_mixes_are_accepted_and_no_others(axes, plain):
     assert len(mixes(axes)) == plain
@@ -144,6 +155,8 @@ def test_the_legal_mixes_are_accepted_and_no_others(axes, plain):
         ("3k", "pgs", False, True),
         ("3d", "ps", True, False),
         ("3dk", "ps", True, True),
+        ("3h", "pgs", False, True),
+        ("3dh", "ps", True, True),
     ],
 )
 def test_what_a_stage_shards(stage, shards, deferred, kept):
@@ -151,7 +164,7 @@ def test_what_a_stage_shards(stage, shards, deferred, kept):
     sharded = zip("pgs", (parsed.shards_params, parsed.shards_grads, parsed.shards_states), strict=True)
     assert "".join(letter for letter, is_sharded in sharded if is_sharded) == shards
     assert (parsed.deferred, parsed.kept) == (deferred, kept)
-    assert parsed.value in STAGES + KEPT
+    assert parsed.value.replace("h", "k") in STAGES + KEPT
 
 
 TABLE = """
@@ -162,6 +175,7 @@ paro:NNN node=0,cluster=0   paro:NNI node=1,cluster=0   paro:NII node=2,cluster=
 paro:III node=3,cluster=0   paro:NNG node=1,cluster=1   paro:NIG node=2,cluster=1   paro:NGG node=2,cluster=2
 paro:ING node=3d,cluster=1  paro:IIG node=3,cluster=1   paro:IGG node=3,cluster=2   paro:GNG node=3d,cluster=3d
 paro:GIG node=3,cluster=3d  paro:GGG node=3,cluster=3
+fcdp node=3,cluster=3h  zero-offload host=2,node=2,cluster=2  cpu-offload host=3,node=3,cluster=3
 """
 
 
@@ -201,7 +215,14 @@ def test_presets_elsewhere(text, axes, expected):
         ("node=3 | head: node=1 | head: node=0", r"part head is given twice"),
         ("node=3 | head: node=1;prefetch=2", r"prefetch is of the whole step, and part head has one of its own"),
         ("node=3 | head:", r"a strategy must name a stage"),
-        ("node=3=1", r"stage must be one of 0, 1, 2, 3, 3k, 3d, 3dk; got '3=1'"),
+        ("host=3k,node=3", r"write host=2, or host=3$"),
+        ("host=3dh,node=3", r"write host=1, or host=3d$"),
+        ("node=3,host=1", "the host stands first, as in host=1,node=3"),
+        ("host[2]=1,node=3", r"without sizes and wires, as in host=1; got host\[2\]=1"),
+        ("host=1@int8,node=3", "without sizes and wires"),
+        ("host=1", "must name a stage for every mesh axis"),
+        ("node=3k,cluster=3h", "node=3k keeps its copy on the device and cluster=3h on the host"),
+        ("node=3=1", r"stage must be one of 0, 1, 2, 3, 3k, 3d, 3dk, 3h, 3dh; got '3=1'"),
         ("3=node", r"expected axis=stage, .* got '3=node'"),
         ("nöde=3", r"expected axis=stage, .* got 'nöde=3'"),
         ("node[x]=3", r"expected axis=stage, .* got 'node\[x\]=3'"),

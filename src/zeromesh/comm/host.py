@@ -1,0 +1,107 @@
+"""The memory of a device's host, and copies to and from it."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeromesh.comm.exchange import Copy, Sent, Step
+from zeromesh.errors import CommunicationError
+from zeromesh.schedule.transfer import Copying
+
+
+@dataclass(slots=True, eq=False)
+class HostLink:
+    """Copies between one device and its host's memory.
+
+    Args:
+        name: in reports, beside those of axes.
+        record: is told of every copy; an observer for tests and byte counters.
+    """
+
+    name: str
+    record: Callable[[Sent], None] = lambda sent: None
+
+    def recorded(self, record: Callable[[Sent], None]) -> Callable[[Sent], None]:
+        """Tells `record` of copies from now on; returns who was told."""
+        before, self.record = self.record, record
+        return before
+
+    def step(
+        self,
+        operation: Copying,
+        destination: Tensor,
+        source: Tensor,
+        *,
+        before: Copy | None = None,
+        aside: bool = True,
+    ) -> Step:
+        """One copy, as a step of a chain; by default in a lane of its own."""
+        call = partial(self.up if operation == "up" else self.down, destination, source)
+        return Step(operation=operation, call=call, before=before, accumulates=operation == "down", aside=aside)
+
+    def up(self, destination: Tensor, source: Tensor) -> None:
+        """To the device, on its current stream."""
+        destination.copy_(source, non_blocking=True)
+        self._tell("up", source)
+
+    def down(self, destination: Tensor, source: Tensor, *, accumulate: bool = False) -> None:
+        """To the host. A copy may be on its way when this returns; a sum is there."""
+        if accumulate:
+            destination.add_(source.to(destination.device))
+        else:
+            destination.copy_(source, non_blocking=True)
+        self._tell("down", source)
+
+    def _tell(self, operation: str, source: Tensor) -> None:
+        self.record(Sent(operation=operation, axis=f"{self.name} {operation}", sent_bytes=source.nbytes, messages=1))
+
+
+class HostArena:
+    """The host's memory of one rank's shards, in one piece of exactly so many bytes. CUDA copies from and to it
+    without waiting, since it is registered: torch's own pinned memory comes in powers of two.
+
+    Args:
+        num_bytes: of all that will be taken.
+        device: that it is copied to and from.
+
+    Raises:
+        CommunicationError: CUDA does not register it.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        pinned = device.type not in ("cpu", "cuda")
+        if pinned or not num_bytes:
+            self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned and num_bytes > 0)
+        else:  # an anonymous mapping is of zeros, and takes no memory before it is written to
+            self.memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+        self._taken = 0
+        if device.type == "cuda" and num_bytes:
+            code = int(_cudart().cudaHostRegister(self.memory.data_ptr(), num_bytes, 0))
+            if code:
+                raise CommunicationError(
+                    f"CUDA cannot register {num_bytes} bytes of the host's memory (error {code}): raise the limit of "
+                    f"locked memory (ulimit -l), or give a strategy that keeps less on the host"
+                )
+
+            weakref.finalize(self, _unregister, self.memory.data_ptr()).atexit = False
+
+    def take(self, num_bytes: int, dtype: torch.dtype) -> Tensor:
+        """The next part of it, zeroed: 1-D. Shards begin at multiples of 16 bytes: [Note: Padding] of layouts."""
+        start, self._taken = self._taken, self._taken + num_bytes
+        return self.memory[start : self._taken].view(dtype)
+
+
+def _unregister(address: int) -> None:
+    _cudart().cudaHostUnregister(address)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it so
