@@ -29,6 +29,7 @@ from zeromesh.engine.parts import Home, buffers_apart, require_divided
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit, parts_of_root
 from zeromesh.errors import MeshError, ModelError
+from zeromesh.files import available_memory_bytes, machine_id
 from zeromesh.modules import clean_name
 from zeromesh.schedule import ITEM_BYTES, LANES, Schedule, lent_axes
 from zeromesh.schedule.buffer_layout import slot_bytes
@@ -136,7 +137,7 @@ def build_engine(
         triton=has_triton(device.type),
     )
     watch_reads(modules, model.modules())
-    arena = HostArena(schedule.memory.host.total_bytes if schedule.memory.host else 0, device)
+    arena = control.together(lambda: _host_arena(schedule, control, device))
     shards = _fill_shards(model, modules, schedule, homes, device, init, lazy, arena)
     inline, memory = schedule.layout.strategy.overlap == "none", schedule.memory
 
@@ -163,6 +164,25 @@ def build_engine(
         backend.unuse(index)
     install(engine, 0, parts_of_root(model, modules), precision.param, alone=True)
     return engine
+
+
+def _host_arena(schedule: Schedule, control: Control, device: torch.device) -> HostArena:
+    """The host's memory of this rank's shards.
+
+    Raises:
+        ModelError: a machine has less memory than its ranks would take, states of the optimizer not counted.
+    """
+    wanted = 0 if schedule.memory.host is None else schedule.memory.host.total_bytes
+    if wanted:  # a plan is the same on all ranks
+        here, free = machine_id(), available_memory_bytes()
+        taken = [count for machine, count in control.gather((here, wanted)) if machine == here]
+        if free is not None and sum(taken) > free:
+            raise ModelError(
+                f"{len(taken)} rank(s) of this machine would keep {sum(taken) / 1e9:.1f} GB in its memory, of which "
+                f"{free / 1e9:.1f} GB are free (MemAvailable, memory.max), and then the optimizer's states: give the "
+                f"host a lower stage than {HOST}={schedule.layout.strategy.host.value}, or use more machines"
+            )
+    return HostArena(wanted, device)
 
 
 def _groups_of(homes: Mapping[str, Home]) -> dict[str, AxisGroup]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from zeromesh.errors import InputError
+from zeromesh.files import machine_id
 
 CPU = torch.device("cpu")
 
@@ -157,12 +156,6 @@ def _identity(device: torch.device) -> str:
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id", "uuid")
     known = [str(getattr(properties, name)) for name in names if hasattr(properties, name)]
     return "/".join([machine_id(), *(known or [f"process {os.getpid()}"])])
-
-
-def machine_id() -> str:
-    """The kernel's boot id: emulated clusters have several hosts' networks and one kernel."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return boot_id.read_text().strip() if boot_id.exists() else platform.node()
 
 
 def device_name(device: torch.device) -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.errors import MeshError
-from zeromesh.launch.device import machine_id
+from zeromesh.files import machine_id
 from zeromesh.launch.ranks import Ranks
 from zeromesh.units import format_bytes
 

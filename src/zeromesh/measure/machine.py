@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeromesh.launch.device import device_name, machine_id
+from zeromesh.files import machine_id
+from zeromesh.launch.device import device_name
 from zeromesh.launch.ranks import Ranks
 from zeromesh.measure.setting import processor_name, usable_cores
 

@@ -12,7 +12,7 @@ from math import prod
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from zeromesh.errors import MeshError
-from zeromesh.launch.device import machine_id
+from zeromesh.files import machine_id
 
 
 def require_places(mesh: Mapping[str, int], store: Store, rank: int, world: int, *, machine: str | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from tests.dist.engine.reference import Case, Net, backward, mesh_of, sharded, t
 from tests.dist.engine.test_communication import LOSSLESS
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
+from zeromesh.errors import ModelError
+from zeromesh.files import available_memory_bytes
 from zeromesh.observe.report import persistent, working_buffers
 
 SPECIAL = ["node=3,cluster=3k;prefetch=3", "node=1@/fp32,cluster=3@fp32/bf16", "host=1,node=3,cluster=1"]
@@ -267,3 +270,13 @@ def test_originals_are_freed_by_sharding():
     originals = list(net.parameters())
     zm.shard(net, mesh_of(2), "node=3")
     assert all(param.untyped_storage().nbytes() == 0 for param in originals)
+
+
+@on_ranks(2)
+def test_more_than_the_machine_has_is_refused_before_the_model_is_touched():
+    model = Net()
+    with mock.patch("zeromesh.engine.build.available_memory_bytes", lambda: 1000):
+        with pytest.raises(ModelError, match=r"2 rank\(s\) of this machine would keep .* lower stage than host=2"):
+            zm.shard(model, mesh_of(2), "host=2,node=3")
+    assert all(param.numel() for param in model.parameters())
+    assert available_memory_bytes() > 1 << 20
