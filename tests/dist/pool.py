@@ -66,6 +66,8 @@ from torch.distributed import ProcessGroupGloo, Store
 
 MAX_WORLD = 16
 PRELOAD = ["torch._dynamo", "hypothesis", "pytest", "zeromesh.engine.api", __name__]
+LIBRARIES = ["transformers.trainer", "transformers.models.llama.modeling_llama", "peft", "accelerate", "lightning.pytorch"]
+"""Preloaded too where their tests were collected: each takes seconds, and many ranks need it."""
 TIMEOUT_S = 600.0
 """When a test counts as hung: the slowest takes 70 s on two idle cores, and CI may have a busy machine."""
 CALLS = 50
@@ -113,7 +115,9 @@ class Pool:
         self._context = get_context("forkserver")
         # Imported once, by the server from which workers are forked. The first optimizer imports torch._dynamo, which
         # takes seconds on each of them.
-        self._context.set_forkserver_preload(PRELOAD)
+        collected = [name for name in sys.modules if name.startswith(("tests.dist.", "tests.simdev."))]
+        needed = LIBRARIES if any(".integrations." in name for name in collected) else []
+        self._context.set_forkserver_preload([*PRELOAD, *needed, *collected])
         self._workers: list[_Worker] = []
         self._directory = Path(tempfile.mkdtemp(prefix="zeromesh-pool-"))
         self._numbers = itertools.count()
