@@ -66,7 +66,7 @@ from torch.distributed import ProcessGroupGloo, Store
 
 MAX_WORLD = 16
 PRELOAD = ["torch._dynamo", "hypothesis", "pytest", "zeromesh.engine.api", __name__]
-LIBRARIES = ["transformers.trainer", "transformers.models.llama.modeling_llama", "peft", "accelerate", "lightning.pytorch"]
+LIBRARIES = ["transformers.trainer", "transformers.models.llama.modeling_llama", "peft", "lightning.pytorch"]
 """Preloaded too where their tests were collected: each takes seconds, and many ranks need it."""
 TIMEOUT_S = 600.0
 """When a test counts as hung: the slowest takes 70 s on two idle cores, and CI may have a busy machine."""

@@ -107,10 +107,8 @@ def close_to_lossless(shape: tuple[int, ...]) -> None:
 
 
 REDUCTIONS: dict[tuple[int, ...], tuple[str, ...]] = {
-    (3,): ("node=3@/int4", "node=1@/int4+ef"),
     (2, 2): (
         "node=3@/int8,cluster=3k@/int8",
-        "node=3@/int4+ef,cluster=3@/int4+ef",
         "node=3@/int4[32]+ef,cluster=0@/int8[1024]",
         "node=1@/int8,cluster=0@/int4",
         "node=0@/int8,cluster=2@/int4",
@@ -118,7 +116,7 @@ REDUCTIONS: dict[tuple[int, ...], tuple[str, ...]] = {
     ),
     (2, 3): (
         "node=0,cluster=0@/int4",  # of a share, which the inner axis has summed and gathers again
-        "node=3@/int8,cluster=3d@/int4",
+        "node=3@/int4+ef,cluster=3d@/int4",
     ),
     (2, 2, 2): ("node=3@/int8,cluster=2@/int8,region=0@/int4", "node=0,cluster=0,region=0@/int8+ef"),
 }

@@ -149,10 +149,10 @@ def train_in_order(usual: list[int], odd: list[int]) -> None:
 def test_another_order_on_one_rank_is_an_error(orders):
     """Where parameters are sharded: an error on every rank, within the timeout."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "default_timeout_s", lambda device_type: 2.0)
+        patch.setattr(groups, "default_timeout_s", lambda device_type: 1.0)
         # Its public name is torch 2.15's, which warns under the other.
         set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-        set_timeout(timedelta(seconds=4))
+        set_timeout(timedelta(seconds=2))
         with pytest.raises((MismatchError, CommunicationError)):
             train_in_order(*orders)
 
