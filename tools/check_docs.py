@@ -2,7 +2,8 @@
 
 In README.md, CONTRIBUTING.md, CHANGELOG.md, docs/**/*.md and the README.md of folders beside src/:
 
-- the ```python blocks of one file run in order in one fresh interpreter, in an empty directory;
+- the ```python blocks of one file run in order in one process, in an empty directory; it is forked from one that has
+  imported what takes seconds;
 - in a ```console block each line after ``$ `` that starts with ``zeromesh`` runs there as well and must exit with 0;
 - a block after the comment ``<!-- not run: REASON -->`` is left out, and the reason is printed;
 - a link to a file, or to a heading of one, must exist.
@@ -21,10 +22,13 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK_TIMEOUT_S = 300
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(["torch._dynamo", "transformers.trainer", "zeromesh.engine.api"])
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 SKIP = re.compile(r"<!--\s*not run:\s*((?:(?!-->).)+?)\s*-->\s*\Z", re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
@@ -76,11 +80,28 @@ def broken_links(path: Path, page: str) -> Iterator[str]:
             yield f"{path.relative_to(ROOT)}: link to {target}: no such heading"
 
 
+def execute(python: str, output: Path) -> None:
+    """A page's Python, in this process, which was forked for it."""
+    os.chdir(output.parent)
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    exec(compile(python, "page", "exec"), {"__name__": "__main__"})
+
+
+def python_failure(python: str, directory: Path) -> str:
+    """What a page's Python printed, if it failed; empty if it did not."""
+    output = directory / ".output"
+    process = FORKS.Process(target=execute, args=(python, output))
+    process.start()
+    process.join(BLOCK_TIMEOUT_S)
+    if process.exitcode is None:
+        process.kill()
+    return "" if process.exitcode == 0 else f"exit {process.exitcode} from\n{python}\n{output.read_text()}"
+
+
 def commands(page_blocks: list[Block]) -> Iterator[list[str]]:
-    """The commands to run for a page: one interpreter for its Python, one process for each console line."""
-    python = "\n".join(block.text for block in page_blocks if block.language == "python")
-    if python:
-        yield [sys.executable, "-c", python]
+    """The commands of a page's console blocks."""
     for block in page_blocks:
         if block.language == "console":
             for line in block.text.splitlines():
@@ -100,6 +121,9 @@ def failures(path: Path) -> Iterator[str]:
             runnable.append(block)
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     with tempfile.TemporaryDirectory() as directory:
+        python = "\n".join(block.text for block in runnable if block.language == "python")
+        if python and (failure := python_failure(python, Path(directory))):
+            yield f"{path.relative_to(ROOT)}: {failure}"
         for command in commands(runnable):
             try:
                 run = subprocess.run(
@@ -139,12 +163,13 @@ def main() -> int:
         "benchmarks/results/README.md",
     )
     pages = [*(ROOT / name for name in named), *sorted(ROOT.glob("docs/**/*.md"))]
-    with ThreadPoolExecutor(os.cpu_count()) as several:  # each page runs in processes of its own
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as several:  # each page runs in processes of its own
+        tested = several.submit(doctests)
         wrong = [failure for found in several.map(lambda page: list(failures(page)), pages) for failure in found]
     for failure in wrong:
         print(failure, file=sys.stderr)
     print(f"documentation: {len(pages)} pages, {len(wrong)} failures")
-    return 1 if doctests() or wrong else 0
+    return 1 if tested.result() or wrong else 0
 
 
 if __name__ == "__main__":
