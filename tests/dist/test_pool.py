@@ -76,7 +76,7 @@ def test_a_failure_shows_every_rank_and_the_pool_recovers(pool: Pool):
 
 def test_a_hanging_rank_shows_its_stacks(pool: Pool):
     with pytest.raises(RanksFailed, match=r"(?s)rank 0: ended.*rank 1: did not end in time.*hang_on_one"):
-        pool.run(2, hang_on_one, timeout_s=5.0)
+        pool.run(2, hang_on_one, timeout_s=3.0)
     assert pool.run(1, ranks, 1) == [(0, 1)]
 
 

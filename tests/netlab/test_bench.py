@@ -26,24 +26,14 @@ TREE = "2@1gbit,2@1gbit,1"
 
 STRATEGIES = [
     "node=0,cluster=0",
-    "node=0,cluster=0;collective=ho_ring",
     "node=0,cluster=0@/int8",
-    "node=1,cluster=0",
-    "node=1,cluster=1",
-    "node=2,cluster=1",
-    "node=2,cluster=2",
-    "node=3,cluster=0",
-    "node=3,cluster=1",
-    "node=3,cluster=3k",
-    "node=3,cluster=3",
+    "node=1,cluster=2;overlap=none",
+    "node=2,cluster=1@int8/int4",
     "node=3,cluster=3;collective=ho_ring",
-    "node=3d,cluster=1",
     "node=3,cluster=3d",
     "node=3@bf16,cluster=1@bf16",
     "node=3@int8/int4,cluster=3k@int8/int4",
     "node=1@/int8,cluster=3dk@int8/int4+ef",
-    "node=1,cluster=1@int8/int4",
-    "node=1,cluster=2;overlap=none",
 ]
 
 

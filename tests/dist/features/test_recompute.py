@@ -61,7 +61,6 @@ class Segmented(Net):
 def test_segments_of_blocks():
     """A segment of five blocks is longer than the slots."""
     for segment, reentrant, strategies in (
-        (1, True, ["node=3,cluster=1"]),
         (2, False, ["node=3,cluster=1"]),
         (5, False, ["node=3,cluster=3k", "node=3d,cluster=3d"]),
         (5, True, ["node=3,cluster=3", "node=0,cluster=1"]),
@@ -269,8 +268,8 @@ def test_blocks_that_inductor_compiles(tmp_path):
     """Torch's default back end: kernels in C++ that read the gather slots by address. One rank has to wait for them."""
 
     def wrap(model: Any) -> None:
-        for index, block in enumerate(model) if dist.get_rank() == 0 else ():
-            model[index] = torch.compile(block)
+        if dist.get_rank() == 0:
+            model[1] = torch.compile(model[1])
 
     start_compiling()
     warnings.simplefilter("ignore", DeprecationWarning)  # inductor's imports, of what torch itself has deprecated

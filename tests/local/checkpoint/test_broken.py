@@ -428,7 +428,7 @@ def mutate(data: st.DataObject, good: bytes) -> bytes:
     return data.draw(st.sampled_from([start, start + noise + after, start + noise + good[at:], start + after]))
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_changed_bytes(whole: tuple[Path, zm.Checkpoints], data: st.DataObject) -> None:
     """Cut, changed, longer or shorter: refused by the file's name, or (bytes that nothing reads) the right values."""
