@@ -56,6 +56,11 @@ def link_shares() -> dict[str, Entry]:
         "pcie": (0.8, "assumed", "no measurement at hand; common for large copies"),
         "infiniband": _median_entry(_simai_nic(), "simai_bandwidth_ratio nic_ratio, 2 to 128 nodes at 16 GiB"),
         "roce": _median_entry(_simai_nic(), "simai_bandwidth_ratio nic_ratio, 2 to 128 nodes at 16 GiB"),
+        "ethernet": (
+            0.94,
+            "cited",
+            "TCP over frames of 1500 bytes: 1448 of 1538 on the wire are data (RFC 9293, 7323)",
+        ),
         "efa": _median_entry(_efa_shares(), "collectives_bandwidth: B200 P6 and H200 p5en, 4 nodes, 4 GiB and more"),
         "slingshot": _median_entry(_slingshot_shares(), "lumi_mi250x_comm_log: gathers of 100 MB and more over nodes"),
         "loopback": (1.0, "cited", "rates in cluster files of this kind are measured ones"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Annotated
 
 import typer
@@ -12,15 +13,24 @@ def clusters(
 ) -> None:
     """List the known clusters, or print one as the file that describes it."""
     from rich.console import Console
-    from rich.table import Table
 
+    from zeromesh import units
     from zeromesh.cluster import cluster_toml, find_cluster, preset, preset_names
 
     if name:
         print(cluster_toml(find_cluster(name)), end="")
         return
-    table = Table("name", "device", "levels, innermost first", "description", box=None)
+    width = Console().width
     for cluster in map(preset, preset_names()):
-        levels = " x ".join(f"{size} {axis}" for axis, size in cluster.axes)
-        table.add_row(cluster.name, cluster.device.name, levels, cluster.description)
-    Console().print(table)
+        device = cluster.device
+        dtypes = [dtype for dtype in dict(device.peak_flops) if dtype in (device.matrix_dtype, "fp8")]
+        rates = [f"{dtype} {units.format_flop_per_s(device.peak(dtype), 4)}" for dtype in dtypes]
+        levels = [
+            f"{lv.name} {lv.size} x {units.format_bytes_per_s(lv.bandwidth_bytes_per_s)}" for lv in cluster.levels
+        ]
+        facts = [f"{device.name}: {units.format_bytes(device.memory_bytes)}", *rates, *levels]
+        # Lines break between facts, not inside one.
+        text = ", ".join(fact.replace(" ", "\N{NO-BREAK SPACE}") for fact in facts)
+        print(textwrap.fill(f"{cluster.name}  {cluster.description}", width, subsequent_indent="    "))
+        filled = textwrap.fill(text, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+        print(filled.replace("\N{NO-BREAK SPACE}", " "))

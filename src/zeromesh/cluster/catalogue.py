@@ -31,12 +31,15 @@ def preset(name: str) -> Cluster:
     Raises:
         ClusterError: there is none; the message lists the nearest names.
     """
-    if name not in preset_names():
+    known = _catalogue()
+    clusters = known["clusters"]
+    others = {made["also"]: name for name, made in clusters.items() if "also" in made}
+    name = others.get(name, name)
+    if name not in clusters:
         raise ClusterError(
             f"unknown cluster {name!r}, neither a preset nor the path of a TOML file; {nearest(name, preset_names())}"
         )
-    known = _catalogue()
-    made = known["clusters"][name]
+    made = clusters[name]
     device, source = named_device(made["device"])
     sources = {f"device.{key}": source for key in device if key != "name"}
     levels = []

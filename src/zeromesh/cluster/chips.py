@@ -30,10 +30,12 @@ def complete(cluster: Cluster) -> Cluster:
     if device.memory_bytes_per_s is None:
         filled = replace(filled, memory_bytes_per_s=units.parse_bytes_per_s(chip["memory_bandwidth"]))
         sources.setdefault("device.memory_bandwidth", chip["source"])
-    if not device.achievable_flops and "achievable" in chip and device.matrix_dtype == "bf16":
-        achievable = units.parse_flop_per_s(chip["achievable"])
-        if achievable < device.peak("bf16"):
-            filled = replace(filled, achievable_flops={"bf16": achievable})
+    if not device.achievable_flops and device.matrix_dtype == "bf16":
+        known = {dtype: units.parse_flop_per_s(rate) for dtype, rate in chip.get("achievable", {}).items()}
+        peaks = dict(device.peak_flops)
+        achievable = {dtype: rate for dtype, rate in known.items() if rate < peaks.get(dtype, 0.0)}
+        if achievable:
+            filled = replace(filled, achievable_flops=achievable)
             sources.setdefault("device.achievable", chip["source"])
     if device.multiprocessors is None and "multiprocessors" in chip:
         filled = replace(filled, multiprocessors=chip["multiprocessors"])
@@ -44,15 +46,12 @@ def complete(cluster: Cluster) -> Cluster:
 def named_device(name: str) -> tuple[dict[str, Any], str]:
     """The device of a preset, as the table of a cluster file, and its source."""
     chip = next(chip for chip in _chips() if chip.get("name") == name)
-    table = {key: value for key, value in chip.items() if key not in ("match", "source")}
-    if "achievable" in chip:
-        table["achievable"] = {"bf16": chip["achievable"]}
-    return table, chip["source"]
+    return {key: value for key, value in chip.items() if key not in ("match", "source")}, chip["source"]
 
 
 def _chip(device: Device) -> Mapping[str, Any] | None:
     """The version of the chip in the device's name whose memory is nearest."""
-    tokens = set(re.findall(r"[a-z]+\d+[a-z]?", device.name.lower()))
+    tokens = set(re.findall(r"[a-z]*\d+[a-z]?", device.name.lower()))
     fitting = [chip for chip in _chips() if tokens & set(chip["match"])]
     return min(fitting, key=lambda c: abs(units.parse_bytes(c["memory"]) - device.memory_bytes), default=None)
 

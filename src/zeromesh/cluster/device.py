@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from zeromesh.cluster.kernel import Kernel
 from zeromesh.errors import ClusterError, nearest
 
-#: Matrix dtypes a device may state a peak for, in the order in which a training run would choose one.
-MATRIX_DTYPES = ("bf16", "fp16", "fp32", "fp64")
+#: Matrix dtypes a device may state a peak for, in the order in which a training run would choose one: the last two only
+#: for the products of blocks, where it is told to. mxfp8 has a scale for each 32 elements, fp8 one for each tensor.
+MATRIX_DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8", "mxfp8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, log
 
-from zeromesh.errors import ClusterError, nearest
+from zeromesh.errors import ClusterError, one_of
 
 #: Kinds of work, and the numbers that a shape of each has. Rates of the first two are FLOP/s, of the others bytes/s.
 KERNELS = {
@@ -40,7 +40,7 @@ class Kernel:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
         if self.kind not in KERNELS:
-            raise ClusterError(f"unknown kind of kernel {self.kind!r}; {nearest(self.kind, tuple(KERNELS))}")
+            raise ClusterError(f"the kind of a kernel must be {one_of(self.kind, KERNELS)}")
         names = KERNELS[self.kind]
         if len(self.shape) != len(names) or not all(size >= 1 for size in self.shape):
             raise ClusterError(

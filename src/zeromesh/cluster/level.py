@@ -9,11 +9,23 @@ from math import log
 from typing import Self
 
 from zeromesh.cluster.curve import OPERATIONS, Curve
-from zeromesh.errors import ClusterError, nearest
+from zeromesh.errors import ClusterError, one_of
 
 #: Kinds of link whose achieved share of nominal bandwidth and latency of a step the cost model knows apart.
 #: "auto" goes by the level's place: see `link_kind`.
-LINK_KINDS = ("auto", "nvlink", "xgmi", "pcie", "infiniband", "roce", "efa", "slingshot", "loopback", "other")
+LINK_KINDS = (
+    "auto",
+    "nvlink",
+    "xgmi",
+    "pcie",
+    "infiniband",
+    "roce",
+    "ethernet",
+    "efa",
+    "slingshot",
+    "loopback",
+    "other",
+)
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -84,7 +96,7 @@ class Level:
                 f"{self.latency_s} s, got {self.busy_latency_s} s"
             )
         if self.kind not in LINK_KINDS:
-            raise ClusterError(f"level {self.name!r}: unknown kind {self.kind!r}; {nearest(self.kind, LINK_KINDS)}")
+            raise ClusterError(f"level {self.name!r}: kind must be {one_of(self.kind, LINK_KINDS)}")
         if self.ports is not None and self.ports < 1:
             raise ClusterError(f"level {self.name!r}: ports must be at least 1, got {self.ports}")
         if self.host_bytes_per_s is not None and self.host_bytes_per_s <= 0:

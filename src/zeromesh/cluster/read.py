@@ -23,6 +23,7 @@
     name = "node"
     size = 8
     bandwidth = "200 GB/s"              # one direction, out of ONE member
+    down = "100 GB/s"                   # optional: into one, where that differs; collectives take the slower
     latency = "6 us"
     kind = "nvlink"                     # optional, `LINK_KINDS`; else by place: the outermost level is a network
     ports = 4                           # optional, links that the bandwidth is made of
@@ -221,7 +222,7 @@ class _Table(BaseModel):
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        return cls.model_construct(**{name: getattr(value, name) for name in cls.model_fields})
+        return cls.model_construct(**{name: getattr(value, name) for name in cls.model_fields if hasattr(value, name)})
 
 
 class _Kernel(_Table):
@@ -310,6 +311,7 @@ class _Level(_Table):
     name: Text
     size: Count
     bandwidth_bytes_per_s: Bandwidth = Field(alias="bandwidth")
+    down: Bandwidth = math.inf
     latency_s: Seconds = Field(alias="latency")
     kind: Text = "auto"
     ports: Count | None = None
@@ -321,7 +323,10 @@ class _Level(_Table):
 
     @cached_property
     def made(self) -> Level:
-        level = Level(**{**dict(self), "curves": tuple(curve.made for curve in self.curves)})
+        given = dict(self)
+        # In a ring each member sends as much as it receives, so the slower direction is the rate of both.
+        given["bandwidth_bytes_per_s"] = min(self.bandwidth_bytes_per_s, given.pop("down"))
+        level = Level(**{**given, "curves": tuple(curve.made for curve in self.curves)})
         for curve in level.curves:
             _, longest_s = curve.pairs[-1]
             if (least_s := curve.passes * (curve.ranks - 1) * level.latency_s) >= longest_s:

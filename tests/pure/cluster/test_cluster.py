@@ -95,7 +95,11 @@ MEMORY, PEAK = 'memory = "80 GB"', 'bf16 = "312 TFLOP/s"'
         ("size = 128", "size = true", r"level\[1\]\.size: expected a whole number"),
         ('name = "cluster"', 'name = "node"', "levels must have distinct names, node stands twice"),
         ('name = "cluster"', 'name = "clus ter"', r"level\[1\]: level 'clus ter': a name is letters"),
-        ("size = 128", 'size = 128\nkind = "nvlnk"', r"level\[1\]: .*unknown kind 'nvlnk'; did you mean nvlink"),
+        (
+            "size = 128",
+            'size = 128\nkind = "nvlnk"',
+            r"level\[1\]: .*kind must be one of .*ethernet.*got 'nvlnk': did you mean nvlink",
+        ),
         ('latency = "15 us"', 'latency = "1e999 s"', r"level\[1\]\.latency: expected a finite time"),
         (PEAK, f'{PEAK}\n[device.achievable]\nbf16 = "2712 TFLOP/s"', r"achievable .* of the peak, so bf16 needs"),
         (PEAK, f'{PEAK}\n[device.achievable]\nfp32 = "1 TFLOP/s"', r"so fp32 needs a peak of at least .*, got none"),
@@ -251,3 +255,28 @@ def test_clusters_lists_every_preset_and_prints_one_with_its_sources(monkeypatch
     with pytest.raises(SystemExit, match="2"):
         main()
     assert "did you mean a800-8x-hdr" in capsys.readouterr().err
+
+
+def test_the_list_shows_memory_peaks_and_rates_in_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    start = lines.index("gb300-nvl72  GB300 NVL72: racks of 72 on NVLink, an XDR InfiniBand NIC per GPU")
+    text = " ".join(line.strip() for line in lines[start + 1 : start + 3])
+    assert text == ("GB300-278GB: 278 GB, bf16 2.5 PFLOP/s, fp8 5 PFLOP/s, rack 72 x 900 GB/s, cluster 128 x 7.2 TB/s")
+
+
+def test_a_cloud_s_name_of_its_machines_is_a_preset_s_other_name():
+    assert preset("p5en").name == "h200-8x-efa"
+    assert {preset(name).device.name for name in ("p4d", "p5", "p6-b200", "p6e-gb200")} == {
+        "A100-SXM4-40GB",
+        "H100-SXM5-80GB",
+        "B200-SXM-180GB",
+        "GB200-186GB",
+    }
+
+
+def test_a_link_is_as_fast_as_its_slower_direction():
+    slower = parse_cluster(GOOD.replace('latency = "6 us"', 'latency = "6 us"\ndown = "40 Gbit/s"'))
+    assert slower.levels[0].bandwidth_bytes_per_s == 5e9
+    assert parse_cluster(cluster_toml(slower)) == slower
