@@ -40,7 +40,7 @@ from zeromesh.model.from_transformers import HEADS, trained_as
 from zeromesh.planner import Workload, simulate_choices
 from zeromesh.strategy import Strategy
 
-SEQ_LEN = 512
+SEQ_LEN = 448
 SMALL_LEN = 61
 
 SMALLER = (

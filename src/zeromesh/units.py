@@ -29,6 +29,7 @@ BYTES_PER_S = _table(
     | {f"{p}bps": f / 8 for p, f in _DECIMAL.items()}
 )
 SECONDS = _table({"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0})
+COUNTS = _table(_DECIMAL | _BINARY | {"K": 1e3})
 FLOP_PER_S = _table({f"{p}FLOP/s": f for p, f in _DECIMAL.items()} | {f"{p}FLOPS": f for p, f in _DECIMAL.items()})
 
 _QUANTITY = re.compile(r"\s*(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(?P<unit>[^\d\s].*?)?\s*")
@@ -68,6 +69,19 @@ def parse_flop_per_s(text: object) -> float:
     312000000000000.0
     """
     return _parse(text, FLOP_PER_S, 'a matrix rate with a unit, such as "312 TFLOP/s"')
+
+
+def parse_count(text: object) -> int:
+    """The whole number in `text`, plain or with a prefix.
+
+    >>> parse_count("4096"), parse_count("4M"), parse_count("4Mi")
+    (4096, 4000000, 4194304)
+    """
+    expected = 'a whole number, such as "4194304", "4M" or "4Mi"'
+    number = _parse(str(text), COUNTS, expected)
+    if not number.is_integer():
+        raise InputError(f"expected {expected}, got {text!r}")
+    return int(number)
 
 
 def format_bytes(value_bytes: float, digits: int = 3) -> str:
@@ -112,7 +126,7 @@ def _parse(text: object, units: Mapping[str, float], expected: str) -> float:
     match = _QUANTITY.fullmatch(text)
     if match is None:
         raise InputError(f"expected {expected}, got {text!r}")
-    unit = match["unit"]
+    unit = "" if match["unit"] is None and "" in units else match["unit"]
     if unit is None:
         raise InputError(f"expected {expected}, got {text!r}: the unit is missing")
     if unit not in units:
@@ -124,7 +138,7 @@ def _near(unit: str, units: Mapping[str, float]) -> str:
     if unit.endswith("b/s") and "bit/s" in units:
         prefix = unit.removesuffix("b/s")
         return f"write {prefix}bit/s for bits or {prefix}B/s for bytes"
-    return nearest(unit, units)
+    return nearest(unit, filter(None, units))
 
 
 def _format(value: float, units: Mapping[str, float], digits: int) -> str:

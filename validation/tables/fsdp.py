@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import mean
 
 from validation.assumptions import assumed
@@ -11,7 +12,7 @@ from zeromesh.cluster import preset as cluster_preset
 from zeromesh.cost import default_constants
 from zeromesh.model import Recomputation
 from zeromesh.model import preset as model_preset
-from zeromesh.model.shape import EAGER, FUSED
+from zeromesh.model.shape import KERNELS
 from zeromesh.simulator import FixedWorkload, Simulation, simulate
 
 FOUNDRY_ONE, FOUNDRY_MANY, TORCHTITAN = "LLM Foundry, one node", "LLM Foundry, several nodes", "torchtitan"
@@ -99,25 +100,29 @@ def _reserved_gib(step: Simulation) -> float:
 
 
 def _titan_excluded(entry: dict[str, str]) -> str:
-    if "Float8" in entry["techniques"]:
-        return "fp8 compute"
     return "context parallelism" if "CP" in entry["techniques"] else ""
 
 
 def _titan_clusters(entry: dict[str, str]) -> tuple[str, ...]:
-    return ("h100-96g-8x-400g",) if "H100" in entry["hardware"] else assumed("torchtitan", "a100_cluster").choices
+    known = {"H100": ("h100-96g-8x-400g",), "H200": ("h200-8x-ndr",)}
+    return known.get(entry["hardware"].split()[0], assumed("torchtitan", "a100_cluster").choices)
 
 
 def _titan_steps(entry: dict[str, str], cluster_name: str) -> list[Simulation]:
     """One simulation, or two to be averaged where every second layer is recomputed."""
-    kernels = FUSED if "compile" in entry["techniques"] else EAGER
+    techniques, strategy = entry["techniques"], "zero3"
+    kernels = KERNELS["compiled" if "compile" in techniques else "eager"]
+    if "compiled loss" in techniques:
+        kernels = replace(kernels, loss="fused")
+    if "Float8" in techniques:
+        kernels, strategy = replace(kernels, products="fp8"), "node=3@int8/,cluster=3@int8/"
     model = model_preset(_TITAN_MODELS[entry["model"]], kernels=kernels)
     cluster = cluster_preset(cluster_name).take(int(entry["gpus"]))
     return [
         simulate(
             model,
             cluster,
-            "zero3",
+            strategy,
             FixedWorkload(
                 seq_len=int(entry["seq_len"]),
                 global_batch_tokens=int(entry["global_batch"]) * int(entry["seq_len"]),

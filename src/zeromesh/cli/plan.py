@@ -114,6 +114,8 @@ def plan(
         if calibration:
             print(calibration.describe())
         print_plan(planned)
+        if sentence := given.compiled(spec, hardware, work, planned.best):
+            print(sentence)
         if ours:
             step_s, own_s = planned.best.simulation.step_s, ours.simulation.step_s
             compared = f"{abs(step_s / own_s - 1):.1%} {'longer' if step_s > own_s else 'less'}"

@@ -79,3 +79,5 @@ def simulate(
         if calibration:
             print(calibration.describe())
         print_simulation(choices, hardware)
+        if sentence := given.compiled(spec, hardware, work, chosen):
+            print(sentence)

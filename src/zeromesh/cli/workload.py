@@ -6,18 +6,19 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from zeromesh.errors import InputError, one_of
+from zeromesh.units import parse_count
 
 if TYPE_CHECKING:
     from zeromesh.cluster import Cluster
     from zeromesh.model import ModelSpec
-    from zeromesh.planner import Calibration, Workload
+    from zeromesh.planner import Calibration, Choice, Workload
     from zeromesh.simulator import Simulation
 
 MODEL = "A preset (llama-7b, ...), a Hugging Face config.json of any architecture, or package.module:function."
@@ -29,6 +30,16 @@ _batch, _cluster, _parallel, _output = (
     functools.partial(typer.Option, rich_help_panel=heading)
     for heading in ("Model and batch", "Cluster", "Parallelism beside data", "Output")
 )
+
+
+def _tokens(text: str) -> int:
+    try:
+        return parse_count(text)
+    except InputError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+_count = functools.partial(_batch, parser=_tokens, metavar="INTEGER")
 Json = Annotated[bool, _output("--json", help="Print JSON.")]
 EMIT = "Print a configuration: fsdp2, deepspeed, megatron-fsdp or torchtitan."
 
@@ -39,11 +50,16 @@ class Described:
 
     model: Annotated[str, _batch(help=MODEL)]
     cluster: Annotated[str, _cluster(help="A preset (see `zeromesh clusters`) or a TOML file.")]
-    seq_len: Annotated[int, _batch(help="Tokens in a sequence.")]
-    global_batch_tokens: Annotated[int, _batch(help="Tokens of one step, all devices together.")]
+    seq_len: Annotated[int, _count(help="Tokens in a sequence.")]
+    global_batch_tokens: Annotated[int, _count(help="Tokens of one step, all devices together: 4194304, 4M or 4Mi.")]
     world: Annotated[int, _cluster(help="Devices to use, inner levels filled first; 0: all of the cluster.")] = 0
     micro_batch: Annotated[int, _batch(help="Sequences per device and micro-batch; 0: the planner's choice.")] = 0
     trainable: Annotated[str, _batch(help="Trained parameters: all, a fraction of every tensor, or lora:RANK.")] = "all"
+    kernels: Annotated[str, _batch(help="Kernels of the model: eager, compiled, liger or megatron.")] = "eager"
+    products: Annotated[
+        str,
+        _batch(help="Dtype of the blocks' matrix products: fp8 or mxfp8 (--engine fsdp); empty: of the activations."),
+    ] = ""
     grad_dtype: Annotated[str, _batch(help="Dtype of the accumulated gradient: fp32 or bf16.")] = "fp32"
     optimizer: Annotated[str, _batch(help="Optimizer: adamw, or muon (adamw for all but the blocks' matrices).")] = (
         "adamw"
@@ -81,6 +97,7 @@ class Described:
         """The model and the cluster, cut to the world; raises InputError for options that are none."""
         from zeromesh.cluster import find_cluster
         from zeromesh.model import load_model
+        from zeromesh.model.shape import CAST_BYTES, KERNELS
         from zeromesh.planner.emit import EMITTERS
         from zeromesh.simulator import find_engine
 
@@ -92,11 +109,36 @@ class Described:
         found = find_cluster(self.cluster)
         if self.world:
             found = found.take(self.world)
+        check_choice("--kernels", self.kernels, tuple(KERNELS))
+        if self.products:
+            check_choice("--products", self.products, tuple(CAST_BYTES))
+        kernels = replace(KERNELS[self.kernels], products=self.products)
         dtype = found.device.matrix_dtype
-        model = load_model(self.model, seq_len=self.seq_len, trainable=self.trainable, dtype=dtype)
+        model = load_model(self.model, seq_len=self.seq_len, trainable=self.trainable, dtype=dtype, kernels=kernels)
         for sentence in model.assumed:
             print(f"{model.name}: {sentence}", file=sys.stderr)
         return model, found
+
+    def compiled(self, spec: ModelSpec, hardware: Cluster, work: Workload, chosen: Choice) -> str:
+        """A sentence on the same choice with compiled kernels; none where other kernels than eager ones are given."""
+        from zeromesh.cost import default_constants
+        from zeromesh.model.load import with_kernels
+        from zeromesh.model.shape import KERNELS
+        from zeromesh.planner.evaluate import Evaluator
+
+        if self.kernels != "eager" or self.products:
+            return ""
+        evaluator = Evaluator(
+            model=with_kernels(spec, KERNELS["compiled"]),
+            cluster=hardware,
+            workload=work,
+            engine=self.engine,
+            constants=default_constants(),
+            memory_margin=self.memory_margin,
+        )
+        step_s = evaluator.step_s(chosen.candidate)
+        less = 1 - step_s / chosen.simulation.step_s
+        return f"kernels are eager; compiled blocks (--kernels compiled) would take {step_s:.4g} s, {less:.1%} less"
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -116,7 +116,8 @@ class ComputeModel:
     def matmul(self, matmul: MatmulSpec, tokens: float, *, backward: bool = False) -> float:
         """Forward seconds of one `MatmulSpec`, all of its count; or those of one gradient."""
         rows = max(1.0, tokens * matmul.rows_per_token)
-        return self.product(rows, matmul.inner, matmul.outer, flops=matmul.forward_flops * tokens, backward=backward)
+        model = self if matmul.dtype is None else replace(self, dtype=matmul.dtype)
+        return model.product(rows, matmul.inner, matmul.outer, flops=matmul.forward_flops * tokens, backward=backward)
 
     def product(self, rows: float, inner: float, outer: float, *, flops: float, backward: bool = False) -> float:
         """Seconds of matrix products of these dimensions, which have so many FLOPs together: [Note: Shape classes]."""

@@ -4,7 +4,9 @@ torch and transformers."""
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,12 +46,29 @@ def from_architecture(
     with torch.device("meta"):
         module = _build(dict(config), where)
     try:
-        return from_module(module, seq_len=required(seq_len), dtype=dtype, name=name)
+        most = _positions(module)
+        length = required(seq_len)
+        model = from_module(module, seq_len=min(length, most or length), dtype=dtype, name=name)
+        return replace(model, max_seq_len=most)
     except ModelError as error:
         raise ModelError(
             f"{where}: {type(module).__name__} has been built, but not read: {error}; or give the config's keys "
             f"or the --seq-len that it asks for. Beside ids it takes {', '.join(_others(module))}"
         ) from error
+
+
+def _positions(module: nn.Module) -> int | None:
+    """Positions in the module's table of them; None where it has none, as with rotary ones.
+
+    A table is an embedding of as many rows as the config has positions, a few more where rows are set apart. Run on
+    shapes, a lookup beyond its end would not fail.
+    """
+    keys = ("max_target_positions", "max_position_embeddings", "n_positions")
+    most = next((n for n in (getattr(module.config, key, None) for key in keys) if isinstance(n, int)), 0)
+    tables = [m for name, m in module.named_modules() if isinstance(m, nn.Embedding) and re.search("pos|wpe", name)]
+    known = [table for table in tables if 0 <= table.num_embeddings - most <= 8]
+    before = [one.padding_idx + 1 if one.padding_idx is not None and one.padding_idx < 8 else 0 for one in known]
+    return min((min(most, one.num_embeddings - n) for one, n in zip(known, before, strict=True)), default=None)
 
 
 def _others(module: nn.Module) -> list[str]:
@@ -61,6 +80,11 @@ def _others(module: nn.Module) -> list[str]:
 
 def _build(fields: dict[str, Any], where: str) -> nn.Module:
     model_type = fields.pop("model_type")
+    if model_type not in CONFIG_MAPPING and "auto_map" in fields:
+        raise ModelError(
+            f"{where}: model_type {model_type!r} is remote code ({fields['auto_map']}), which is not run from here; "
+            "give package.module:function that returns the module"
+        )
     if model_type not in CONFIG_MAPPING:
         close = nearest(model_type, CONFIG_MAPPING.keys())
         clause = close if close.startswith("did") else 'for example "llama", "qwen3" or "t5"'

@@ -8,26 +8,26 @@ and a key may have the other name that the class knows it by (`_ALIASES`); a tes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from zeromesh.errors import ModelError, nearest
 from zeromesh.files import parse_json, read_text
-from zeromesh.model.shape import EAGER, Kernels, TransformerShape
-from zeromesh.model.spec import ModelSpec
-from zeromesh.model.transformer import build
+from zeromesh.model.shape import TransformerShape
+from zeromesh.model.spec import ModelSpec, UnitKind
+from zeromesh.model.transformer import build, in_codes
 
 Config = Mapping[str, Any]
 
 
-def read_config(path: Path, *, seq_len: int | None = None, dtype: str = "bf16", kernels: Kernels = EAGER) -> ModelSpec:
+def read_config(path: Path, *, seq_len: int | None = None, dtype: str = "bf16") -> ModelSpec:
     """The model that a `config.json` describes.
 
     Args:
         path: of the file.
         seq_len: of what a model that has no reader here is run on, which needs it.
         dtype: of compute and activations.
-        kernels: as `load_model` takes them.
 
     Raises:
         ModelError: no such file, not JSON, a missing or invalid key, or a `model_type` that is not read here and that
@@ -37,6 +37,7 @@ def read_config(path: Path, *, seq_len: int | None = None, dtype: str = "bf16", 
     config = parse_json(text, where=str(path), hint="; a model is given by its config.json", error=ModelError)
     if not isinstance(config, dict):
         raise ModelError(f"{path}: a table of keys is required, got {type(config).__name__}")
+    bits = _code_bits(config, str(path))
     if isinstance(config.get("model_type"), str) and not _is_read_here(config):
         try:
             from zeromesh.model.from_transformers import from_architecture  # imports torch
@@ -45,15 +46,16 @@ def read_config(path: Path, *, seq_len: int | None = None, dtype: str = "bf16", 
                 f"{path}: model_type {config['model_type']!r} has no reader of its own, and is built by the "
                 f'transformers library: pip install "zeromesh[hf]"'
             ) from error
-        return from_architecture(config, name=_name(config, path), where=str(path), seq_len=seq_len, dtype=dtype)
-    return from_config(config, name=_name(config, path), where=str(path), dtype=dtype, kernels=kernels)
+        plain = {key: value for key, value in config.items() if key != "quantization_config"}
+        model = from_architecture(plain, name=_name(config, path), where=str(path), seq_len=seq_len, dtype=dtype)
+        blocks = (in_codes(unit, bits) if unit.kind is UnitKind.BLOCK else unit for unit in model.units)
+        return replace(model, units=tuple(blocks))
+    return from_config(config, name=_name(config, path), where=str(path), dtype=dtype)
 
 
-def from_config(
-    config: Config, *, name: str, where: str = "config", dtype: str = "bf16", kernels: Kernels = EAGER
-) -> ModelSpec:
+def from_config(config: Config, *, name: str, where: str = "config", dtype: str = "bf16") -> ModelSpec:
     """The model that a config, already read, describes; see `read_config`."""
-    return build(shape_from_config(config, name=name, where=where), dtype=dtype, kernels=kernels)
+    return build(shape_from_config(config, name=name, where=where), dtype=dtype)
 
 
 def shape_from_config(config: Config, *, name: str, where: str = "config") -> TransformerShape:
@@ -69,7 +71,29 @@ def shape_from_config(config: Config, *, name: str, where: str = "config") -> Tr
     keys = _checked(config, model_type, where)
     fields = {field: keys[key] for field, key in _FIELDS[model_type].items() if keys[key] is not None}
     more = _MORE[model_type](keys) if model_type in _MORE else {}
-    return TransformerShape(name=name, source=where, **({"family": "llama"} | more | fields))
+    bits = _code_bits(config, where)
+    return TransformerShape(name=name, source=where, code_bits=bits, **({"family": "llama"} | more | fields))
+
+
+def _code_bits(config: Config, where: str) -> int:
+    """Bits of a quantised model's weights; 0 where the config has no `quantization_config`."""
+    found = config.get("quantization_config")
+    if not found:
+        return 0
+    quantised: Config = found if isinstance(found, Mapping) else {}
+    method = quantised.get("quant_method", "bitsandbytes" if "load_in_4bit" in quantised else None)
+    bits: int = _BITS.get(str(method), 0) or (quantised.get("bits", 0) if method in ("gptq", "awq") else 0)
+    if method == "bitsandbytes":
+        bits = 4 if quantised.get("load_in_4bit") or quantised.get("_load_in_4bit") else 8
+    if bits not in (4, 8):
+        raise ModelError(
+            f"{where}: quantization_config must be of bitsandbytes, gptq or awq with 4 or 8 bits, fp8 or mxfp4, got "
+            f"{found!r}: give the config.json of the model that it was made of"
+        )
+    return bits
+
+
+_BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4}
 
 
 def _is_read_here(config: Config) -> bool:

@@ -60,6 +60,7 @@ class TensorSpec:
     active_share: float = 1.0  # of its elements, those that one token uses: top_k / experts
     ep: int = 1  # ranks that share it by experts: the others of theirs hold the same of it
     dtype: str | None = None  # of frozen codes, which no precision changes
+    packed: int = 1  # codes in one element
 
     def __post_init__(self) -> None:
         if any(size < 1 for size in self.shape):
@@ -78,7 +79,8 @@ class MatmulSpec:
 
     `trainable_share` is the share of the weight that needs a gradient: the backward pass always computes the input's
     gradient, and the weight's only for that share. `returned` is the share of both that is computed: none of what ran
-    without gradients or led to nothing but a choice, half where the input needs none.
+    without gradients or led to nothing but a choice, half where the input needs none. `dtype` is None where it is the
+    model's own.
     """
 
     name: str
@@ -88,6 +90,7 @@ class MatmulSpec:
     count: int = 1
     trainable_share: float = 1.0
     returned: float = 1.0
+    dtype: str | None = None
 
     @property
     def forward_flops(self) -> float:
@@ -293,7 +296,7 @@ class BuiltFrom:
 class ModelSpec:
     """A model as its units, in the order in which they are entered: root, embedding, blocks, head.
 
-    `max_seq_len` is set where positions are learned and a longer sequence cannot run. `whole_bytes` are those of frozen
+    `max_seq_len` is set where positions are looked up and a longer sequence cannot run. `whole_bytes` are of frozen
     parameters that are in no unit, since every rank holds them whole. `built_from` is set where the model is one of
     `zeromesh.model.transformer`: what it takes to build one rank's part of it. `assumed`: sentences on what reading it
     took for granted, where a run may differ.
@@ -340,7 +343,7 @@ class ModelSpec:
             for tensor in unit.tensors:
                 if not tensor.lookup:
                     cost = 6.0 if tensor.trainable else 4.0 if unit.returned else 2.0
-                    weights += unit.count * cost * tensor.num_elements * tensor.active_share
+                    weights += unit.count * cost * tensor.num_elements * tensor.packed * tensor.active_share
         forward_only = sum(u.count for u in self.units if u.kind is UnitKind.BLOCK and not u.returned)
         return weights + (12.0 * self.num_layers - 8.0 * forward_only) * self.hidden * seq_len
 

@@ -11,8 +11,7 @@ are common. With h = hidden, q and v the query's and one key's sizes, f = ffn, w
 - feed-forward, gated: gate, its activation, up, and their product: 4wf; with a fused activation gate, up and product:
   3wf. Not gated: wf for the product and wf for each copy that the activation function keeps.
 - the residual stream itself is kept only where a norm keeps its input.
-- head: its input (wh), the labels, the logits (wV, alive as the module's output) and the loss's
-  log-probabilities in fp32 (4V); with a fused loss the exponentials in the logits' place.
+- head: its input (wh), the labels, the logits (wV, alive as the module's output) and the loss's copies (`LOSSES`).
 
 [Note: Tensor parallel] Of t ranks each has 1/t of the heads, of f and of V (arXiv 1909.08053), which are then the sizes
 above; what has h elements a token is whole, or with sequence parallelism 1/t of it (arXiv 2205.05198), but for the
@@ -25,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zeromesh.model.shape import EAGER, Kernels, Naming, TransformerShape
+from zeromesh.model.shape import CAST_BYTES, EAGER, LOSSES, Kernels, Naming, TransformerShape
 from zeromesh.model.spec import (
     DTYPE_BYTES,
     ActivationSpec,
@@ -104,8 +103,9 @@ def _root(shape: TransformerShape, width: float, kernels: Kernels, parallel: Par
         saved += PerToken(constant=2 * _INDEX_BYTES + _head_saved(shape, width, kernels, parallel))
         collectives = (*_embedding_collectives(shape, parallel), *_head_collectives(shape, parallel, kernels))
         saved += PerToken(constant=shape.hidden if shape.dropouts_per_block else 0)  # the embeddings' dropout mask
-        working = PerToken(constant=_logits_working(shape, width, kernels))
-        traffic += _loss_traffic(shape, width, kernels)
+        _, made, moved = _logits(shape, width, kernels)
+        working = PerToken(constant=made)
+        traffic += moved
     return UnitSpec(
         name="",
         kind=UnitKind.ROOT,
@@ -129,13 +129,13 @@ def _embedding(shape: TransformerShape, width: float, parallel: Parallel) -> Uni
 
 def _head(shape: TransformerShape, width: float, kernels: Kernels, parallel: Parallel) -> UnitSpec:
     saved = PerToken(constant=_INDEX_BYTES + _head_saved(shape, width, kernels, parallel))
-    working = PerToken(constant=_logits_working(shape, width, kernels))
+    _, made, moved = _logits(shape, width, kernels)
     return UnitSpec(
         name=shape.naming.head,
         kind=UnitKind.HEAD,
         tensors=(TensorSpec(name="weight", shape=(shape.vocab, shape.hidden)),),
         matmuls=(_head_matmul(shape),),
-        activations=_same_saved(width * shape.vocab, saved, working, _loss_traffic(shape, width, kernels)),
+        activations=_same_saved(width * shape.vocab, saved, PerToken(constant=made), moved),
         collectives=_head_collectives(shape, parallel, kernels),
     )
 
@@ -143,7 +143,7 @@ def _head(shape: TransformerShape, width: float, kernels: Kernels, parallel: Par
 def _block(shape: TransformerShape, width: float, kernels: Kernels, parallel: Parallel) -> UnitSpec:
     naming = shape.naming
     matmuls = (*_attention_matmuls(shape), *_mlp_matmuls(shape, parallel.ep))
-    return UnitSpec(
+    unit = UnitSpec(
         name=f"{naming.blocks}.0",
         kind=UnitKind.BLOCK,
         tensors=(
@@ -164,6 +164,29 @@ def _block(shape: TransformerShape, width: float, kernels: Kernels, parallel: Pa
         count=shape.layers,
         collectives=_block_collectives(shape, parallel, kernels),
     )
+    return in_codes(in_products(unit, kernels.products), shape.code_bits)
+
+
+def in_codes(unit: UnitSpec, bits: int) -> UnitSpec:
+    """A unit whose matrices are frozen codes of so many bits, packed into bytes; 0 leaves them as they are."""
+
+    def coded(tensor: TensorSpec) -> TensorSpec:
+        if not bits or len(tensor.shape) < 2 or tensor.lookup:
+            return tensor
+        *rows, columns = tensor.shape
+        return replace(tensor, shape=(*rows, -(-columns * bits // 8)), dtype="code u8", packed=8 // bits)
+
+    return replace(unit, tensors=tuple(map(coded, unit.tensors)))
+
+
+def in_products(unit: UnitSpec, dtype: str) -> UnitSpec:
+    """A block whose products are in another dtype than its activations: their inputs are cast."""
+    if not dtype:
+        return unit
+    moved = CAST_BYTES[dtype] * sum(m.inner * m.rows_per_token * m.count for m in unit.matmuls)
+    acts = unit.activations
+    acts = replace(acts, elementwise=acts.elementwise + PerToken(constant=moved))
+    return replace(unit, matmuls=tuple(replace(m, dtype=dtype) for m in unit.matmuls), activations=acts)
 
 
 # Parameters ---------------------------------------------------------------------------------------------------------
@@ -289,7 +312,9 @@ def _block_activations(
     norms = _norm_kept(shape, width, kernels, parallel) + _product_input(shape, width, kernels, parallel)
     saved = PerToken(constant=2 * norms + _mlp_saved(shape, width, kernels)) + _attention_saved(shape, width, kernels)
     saved += PerToken(constant=shape.dropouts_per_block * shape.hidden / spread)
-    kept_products = sum(width * m.outer * m.rows_per_token * m.count for m in matmuls[0::2])
+    kept_products = sum(
+        width * m.outer * m.rows_per_token * m.count for m in matmuls[0 : -1 if kernels.graph else None : 2]
+    )
     if spread > 1:  # the policy keeps what the two reduce-scatters leave too
         kept_products += 2 * boundary
     kept_attention = width * shape.query_size + _FP32 * shape.heads if _fused(shape, kernels) else 0.0
@@ -344,15 +369,13 @@ def _mlp_saved(shape: TransformerShape, width: float, kernels: Kernels) -> float
 
 
 def _head_saved(shape: TransformerShape, width: float, kernels: Kernels, parallel: Parallel) -> float:
-    return (
-        _product_input(shape, width, kernels, parallel) + (width + (0 if kernels.fused_loss else _FP32)) * shape.vocab
-    )
+    kept, _, _ = _logits(shape, width, kernels)
+    return _product_input(shape, width, kernels, parallel) + kept
 
 
-def _logits_working(shape: TransformerShape, width: float, kernels: Kernels) -> float:
-    """The loss's backward holds the gradients of the log-probabilities and of the logits in fp32; a fused one turns the
-    exponentials into the former in their place, and copies them for the product before."""
-    return (width if kernels.fused_loss else 2 * _FP32) * shape.vocab
+def _logits(shape: TransformerShape, width: float, kernels: Kernels) -> tuple[float, ...]:
+    """Bytes of the logits' copies per token: kept, of the loss's backward, moved in the forward."""
+    return tuple(shape.vocab * (width * own + _FP32 * full) for own, full in LOSSES[kernels.loss])
 
 
 # Elementwise traffic, forward ---------------------------------------------------------------------------------------
@@ -379,12 +402,6 @@ def _block_traffic(shape: TransformerShape, width: float, kernels: Kernels, spre
     # (transformers before 4.36, models/llama/modeling_llama.py, LlamaAttention.forward).
     score = width + 2 * width + 2 * width + (width + _FP32) + (_FP32 + width) + width
     return PerToken(constant=constant, per_context=score * shape.heads)
-
-
-def _loss_traffic(shape: TransformerShape, width: float, kernels: Kernels) -> float:
-    if kernels.fused_loss:
-        return shape.vocab * 5 * width  # the largest; the exponentials in place; divided by their sum in place
-    return shape.vocab * (width + _FP32 + 2 * _FP32)
 
 
 # Collectives --------------------------------------------------------------------------------------------------------

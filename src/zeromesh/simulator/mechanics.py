@@ -24,7 +24,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from zeromesh.errors import ConfigError, nearest
+from zeromesh.errors import ConfigError, InputError, nearest
+from zeromesh.model import ModelSpec
 from zeromesh.schedule import BUCKET_BYTES, LANES, LaneKind
 from zeromesh.strategy import Strategy
 
@@ -52,6 +53,7 @@ class Mechanics:
         overlap_reduce: False: it stands still for every reduction of a micro-batch.
         overlap_boundary: False: gradients are reduced to the state shard after the backward, not under it.
         overlap_refresh: False: updated parameters are gathered before the next forward starts.
+        products: other dtypes of the blocks' products that it has; torchao's and Megatron-FSDP's are FSDP's.
         windowed: refreshes start a few units ahead of the forward, as ours do; False: all start with the step.
     """
 
@@ -72,7 +74,18 @@ class Mechanics:
     overlap_reduce: bool = True
     overlap_boundary: bool = True
     overlap_refresh: bool = True
+    products: tuple[str, ...] = ()
     windowed: bool = False
+
+    def check_products(self, model: ModelSpec) -> None:
+        """Raises InputError where the blocks' products are in a dtype that the engine does not compute in."""
+        others = {matmul.dtype for unit in model.units for matmul in unit.matmuls if matmul.dtype} - {*self.products}
+        if others:
+            have = [name for name, engine in ENGINES.items() if others <= {*engine.products}]
+            raise InputError(
+                f"engine {self.name} computes products in the dtype of the activations, and they are asked for in "
+                f"{', '.join(sorted(others))}: name an engine that has it, {', '.join(have)}"
+            )
 
     def lane(self, kind: LaneKind) -> str:
         """The queue that work of `kind` waits in."""
@@ -98,7 +111,15 @@ _ONE_FOR_REDUCTIONS: tuple[tuple[LaneKind, str], ...] = (
 
 ENGINES: dict[str, Mechanics] = {
     "zeromesh": Mechanics(name="zeromesh", collects=True, workspace=True, bucket_bytes=BUCKET_BYTES, windowed=True),
-    "fsdp": Mechanics(name="fsdp", joint=True, lanes=_ONE_QUEUE, communicators=1, copies=1, planned=False),
+    "fsdp": Mechanics(
+        name="fsdp",
+        joint=True,
+        lanes=_ONE_QUEUE,
+        communicators=1,
+        copies=1,
+        planned=False,
+        products=("fp8", "mxfp8"),
+    ),
     "deepspeed": Mechanics(
         name="deepspeed",
         joint=True,

@@ -172,6 +172,7 @@ class Setup:
     ) -> Setup:
         mechanics, constants = find_engine(engine), constants or default_constants()
         model, cluster = part.model, division.cluster
+        mechanics.check_products(model)
         asked = Strategy.parse(strategy, [name for name, _ in cluster.axes])
         _require_on_device(asked)
         _require_parts(asked, workload, mechanics)

@@ -94,3 +94,17 @@ def test_what_cannot_be_built_or_run_is_one_message(tmp_path: Path) -> None:
     ):
         with pytest.raises(ModelError, match=message):
             load(tmp_path, model_type=model_type, **more)
+
+
+def test_a_table_of_positions_ends_the_sequence_and_rotary_ones_do_not(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has 24 positions, and the sequence has 32 tokens"):
+        load(tmp_path, 32, model_type="opt", max_position_embeddings=24, word_embed_proj_dim=16, ffn_dim=32)
+    with pytest.raises(ModelError, match="has 30 positions"):  # two rows are set apart
+        load(tmp_path, 32, model_type="roberta", max_position_embeddings=32)
+    assert load(tmp_path, 32, model_type="qwen3", max_position_embeddings=24, head_dim=8).max_seq_len is None
+
+
+def test_remote_code_is_named_and_nothing_is_suggested_in_its_place(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="'chatglm' is remote code") as found:
+        load(tmp_path, model_type="chatglm", auto_map={"AutoModel": "modeling_chatglm.ChatGLMModel"})
+    assert "did you mean" not in str(found.value) and "modeling_chatglm.ChatGLMModel" in str(found.value)

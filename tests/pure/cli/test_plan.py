@@ -185,3 +185,22 @@ def test_plan_and_simulate_take_degrees(zeromesh: Any, tmp_path: Path) -> None:
     assert "tp, pp: no published step is at hand" in " ".join(out.split()) and "tp=4,pp=2 (1f1b)" in page.read_text()
     code, out, _ = zeromesh("plan", *base, "--space", "full", "--cp", "1", "--pp", "4", "--emit", "fsdp2")
     assert code == 2
+
+
+def test_kernels_change_the_step_and_the_answer_says_what_compiled_ones_take(zeromesh: Any) -> None:
+    once = ["simulate", *SMALL, "--strategy", "zero3", "--activation-checkpointing", "none"]
+    _, eager, _ = zeromesh(*once)
+    _, compiled, _ = zeromesh(*once, "--kernels", "compiled", "--json")
+    assert f"would take {json.loads(compiled)['step_s']:.4g} s" in " ".join(eager.split())
+    code, _, error = zeromesh(*once, "--kernels", "inductor")
+    assert code == 2 and "--kernels must be one of eager, compiled, liger, megatron; got 'inductor'" in error
+    code, _, error = zeromesh(*once, "--products", "fp8")
+    assert code == 2 and "name an engine that has it, fsdp" in error
+
+
+def test_tokens_may_have_a_prefix(zeromesh: Any) -> None:
+    once = ["simulate", *SMALL, "--strategy", "zero3", "--json"]
+    answers = [zeromesh(*once, "--global-batch-tokens", tokens)[1] for tokens in ("1048576", "1Mi")]
+    assert answers[0] == answers[1]
+    code, _, error = zeromesh(*once, "--global-batch-tokens", "4.5")
+    assert code == 2 and 'expected a whole number, such as "4194304", "4M" or "4Mi"' in " ".join(error.split())

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zeromesh.errors import ModelError
+from zeromesh.cluster import preset as cluster
+from zeromesh.errors import ClusterError, InputError, ModelError
 from zeromesh.model import Recomputation, UnitKind, load_model, preset, preset_names, with_trainable
-from zeromesh.model.shape import FUSED, MEGATRON, Kernels
+from zeromesh.model.load import with_kernels
+from zeromesh.model.shape import COMPILED, EAGER, FUSED, LIGER, MEGATRON, Kernels
+from zeromesh.simulator import FixedWorkload, simulate
 
 PUBLISHED = """
 llama-7b 6738415616    llama-13b 13015864320   llama-30b 32528943616  llama-65b 65285660672  llama2-70b 68976648192
@@ -102,12 +106,41 @@ def test_activations_by_hand() -> None:
     *_, block, head = preset("llama-7b", kernels=MEGATRON).units
     assert block.saved_bytes(4096, Recomputation.NONE) == 2 * (4 * 4096 + 4) + 8 * 4096 + 4 * 32 + 6 * 11008
     assert head.saved_bytes(4096, Recomputation.NONE) == 8 + 2 * 4096 + 2 * 32000
+    # Liger's head keeps its input alone; a compiled block does not keep what its last product gives.
+    assert preset("llama-7b", kernels=LIGER).units[3].saved_bytes(4096, Recomputation.NONE) == 8 + 2 * 4096
+    compiled = preset("llama-7b", kernels=COMPILED).units[2]
+    kept, less = (unit.saved_bytes(4096, Recomputation.SELECTIVE) for unit in (fused, compiled))
+    assert kept - less == 2 * 4096 and compiled.activations.elementwise == fused.activations.elementwise
     *_, fused_block, _ = preset("llama-7b", kernels=FUSED).units
     assert block.activations.elementwise.constant < fused_block.activations.elementwise.constant
     # LLaMA-7B in bf16: 24 bytes for each of 32 heads' scores, as many as the sequence is long; fused, none.
     unfused = preset("llama-7b", kernels=Kernels(fused_norm=False, fused_attention=False)).units[2].activations
     assert unfused.elementwise.per_context == 24 * 32
     assert preset("llama-7b").units[2].activations.elementwise.per_context == 0
+
+
+def test_products_of_blocks_in_fp8_are_cast_and_take_the_device_s_rate() -> None:
+    model = preset("llama-7b")
+    eight = with_kernels(model, replace(EAGER, products="fp8"))
+    assert [m.dtype for m in eight.units[2].matmuls] == ["fp8"] * 7 and eight.units[3].matmuls[0].dtype is None
+    cast = eight.units[2].activations.elementwise.constant - model.units[2].activations.elementwise.constant
+    assert cast == pytest.approx(3.6 * (6 * 4096 + 11008))
+    work = FixedWorkload(seq_len=4096, global_batch_tokens=8 * 4096, reduce_dtype="fp32")
+    h100, a100 = cluster("h100-8x-ndr").take(8), cluster("a100-8x-hdr").take(8)
+    step_s = [simulate(each, h100, "zero3", work, engine="fsdp").step_s for each in (model, eight)]
+    assert 0.6 < step_s[1] / step_s[0] < 0.95
+    with pytest.raises(ClusterError, match="no peak for fp8"):
+        simulate(eight, a100, "zero3", work, engine="fsdp")
+    with pytest.raises(InputError, match=r"engine zeromesh computes products in the dtype of the activations.*fsdp"):
+        simulate(eight, h100, "zero3", work)
+
+
+def test_kernels_of_a_model_that_was_read_move_at_most_twice_what_it_keeps() -> None:
+    read = replace(preset("llama-7b"), built_from=None)
+    eager, compiled = read.units[2], with_kernels(read, COMPILED).units[2]
+    assert compiled.activations.elementwise.constant == 2 * eager.activations.saved_none.constant
+    assert compiled.activations.saved_none == eager.activations.saved_none
+    assert with_kernels(read, EAGER) is read
 
 
 def test_peak_activations_lie_between_the_saved_and_the_saved_with_one_more_unit() -> None:
@@ -121,7 +154,7 @@ def test_peak_activations_lie_between_the_saved_and_the_saved_with_one_more_unit
 def test_unknown_presets_and_long_sequences_are_refused() -> None:
     with pytest.raises(ModelError, match="did you mean llama-7b"):
         load_model("lama-7b")
-    with pytest.raises(ModelError, match="2048 learned positions, and the sequence has 4096"):
+    with pytest.raises(ModelError, match="2048 positions, and the sequence has 4096"):
         load_model("mpt-7b", seq_len=4096)
 
 
@@ -191,3 +224,29 @@ def test_wrong_configs_name_the_key(tmp_path: Path, config: Any, message: str) -
         load_model(str(weights))
     with pytest.raises(ModelError, match=r"cannot be read as a config\.json: No such file"):
         load_model("nowhere/config.json")
+
+
+def test_quantised_weights_are_frozen_codes_beside_adapters(tmp_path: Path) -> None:
+    path = write(tmp_path, LLAMA_7B | {"quantization_config": {"load_in_4bit": True}})
+    with pytest.raises(ModelError, match=r"weights are codes, which do not train. Give --trainable lora:16"):
+        load_model(path)
+    coded, plain = (load_model(each, trainable="lora:8") for each in (path, "llama-7b"))
+    query = coded.units[2].tensors[0]
+    assert (query.shape, query.dtype, query.packed, query.trainable) == ((4096, 2048), "code u8", 2, False)
+    assert coded.num_trainable == plain.num_trainable
+    assert coded.model_flops_per_token(2048) == plain.model_flops_per_token(2048)
+    assert with_kernels(coded, COMPILED).units[2].tensors == coded.units[2].tensors
+    write(tmp_path, LLAMA_7B | {"quantization_config": {"quant_method": "gptq", "bits": 3}})
+    with pytest.raises(ModelError, match=r"gptq or awq with 4 or 8 bits, fp8 or mxfp4, got .*'bits': 3"):
+        load_model(path, trainable="lora:8")
+
+
+def test_adapters_lead_to_their_base(tmp_path: Path) -> None:
+    write(tmp_path, LLAMA_7B)
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "..", "r": 8}))
+    assert load_model(str(adapters)).units == load_model("llama-7b", trainable="lora:8").units
+    (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "meta/nowhere", "r": 8}))
+    with pytest.raises(ModelError, match=r"adapters of meta/nowhere, whose config.json is not here.*lora:8"):
+        load_model(str(adapters))

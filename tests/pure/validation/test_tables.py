@@ -68,7 +68,20 @@ def tables() -> Tables:
     return Tables()
 
 
-MET = ["AMSP Fig. 12", "LLM Foundry, several nodes", "torchtitan memory", "InternEvo memory", "Galvatron memory"]
+MET = [
+    "AMSP Fig. 12",
+    "LLM Foundry, several nodes",
+    "torchtitan",
+    "torchtitan memory",
+    "InternEvo memory",
+    "Galvatron memory",
+]
+
+
+def test_steps_of_compiled_models_and_of_fp8_are_within_seven_percent_at_the_median(tables):
+    compiled = sorted(abs(row.error) for row in tables["torchtitan"] if "compile" in row.label and row.in_scope)
+    assert len(compiled) == 6
+    assert (compiled[2] + compiled[3]) / 2 < 0.07
 
 
 @pytest.mark.parametrize("table", [*MET, "ZeRO++ over ZeRO-3"])
@@ -83,11 +96,10 @@ REACHED = {
     "AMSP Table V": (0.051, 0.089),
     "AMSP MFU": (0.069, 0.116),
     "LLM Foundry, one node": (0.038, 0.126),
-    "torchtitan": (0.057, 0.093),
     "PaRO": (0.163, 1.26),
     "Frontier": (0.175, 0.285),
     "AMSP layouts, one engine": (0.219, 0.258),
-    "torchtitan, cp over none": (0.404, 0.489),
+    "torchtitan, cp over none": (0.307, 0.364),
     "Collectives of tp and ep": (0.139, 0.360),
     "InternEvo memory, tp and pp": (0.026, 0.139),
     "Galvatron memory, tp and pp": (0.038, 0.157),
