@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 import zeromesh
 from zeromesh.cli import clusters, env, plan, probe, rehearse, selftest, simulate, train
 from zeromesh.cli.train import EXIT_INPUT
+from zeromesh.cli.workload import tell
 from zeromesh.errors import InputError, InternalError, ZeromeshError
 
 IN_A_CHECKOUT = ("bench", "lab", "validate")
@@ -100,7 +101,7 @@ def run(command: Callable[[], object]) -> None:
     try:
         command()
     except InputError as error:
-        print(f"zeromesh: {error}", file=sys.stderr)
+        tell(f"zeromesh: {error}")
         sys.exit(EXIT_INPUT)
     except InternalError:
         raise
@@ -109,7 +110,7 @@ def run(command: Callable[[], object]) -> None:
 
         # Ranks that another launcher has started are told apart.
         who = f"rank {os.environ['RANK']} failed: " if "RANK" in os.environ else ""
-        print(f"zeromesh: {who}{error}", file=sys.stderr)
+        tell(f"zeromesh: {who}{error}")
         end_process(1)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +13,9 @@ from zeromesh.errors import InputError
 
 if TYPE_CHECKING:
     from zeromesh.cluster import Cluster
-    from zeromesh.planner import Planned
+    from zeromesh.planner import Choice, Planned
+    from zeromesh.planner.evaluate import Evaluator
+    from zeromesh.planner.search import Found
 
 
 _search = functools.partial(typer.Option, rich_help_panel="Search")
@@ -42,11 +43,15 @@ def plan(
         ),
     ] = 0.02,
     exact: Annotated[bool, _search(help="Simulate until the optimum is proven.")] = False,
+    what_if: Annotated[
+        list[str] | None,
+        _search(help="Also plan for a changed cluster, as in cluster.bandwidth=2x,memory=141GB; may be given often."),
+    ] = None,
     top: Annotated[int, _search(help="How many candidates to list.")] = 5,
 ) -> None:
     """Recommend a layout of a model on a cluster: the simplest that is nearly as fast as the fastest, and why."""
     from zeromesh import planner
-    from zeromesh.planner.emit import EMITTERS, ENGINES, can_express
+    from zeromesh.planner.emit import EMITTERS, ENGINES
 
     shared.check_choice("--wire", wire, ("lossless", "any"))
     shared.check_choice("--collective", collective, planner.collective_choices())
@@ -68,17 +73,17 @@ def plan(
 
     other = given.emit or ENGINES.get(given.engine, "")
 
-    def search(hardware: Cluster, engine: str = given.engine) -> Planned:
+    def search(hardware: Cluster) -> Planned:
         return planner.plan(
             spec,
             hardware,
             work,
             options=options,
-            engine=engine,
+            engine=given.engine,
             top=top,
             trace=given.report is not None,
             within=within,
-            accepts=(lambda plan: can_express(other, plan, spec)) if other and engine == given.engine else None,
+            emit=(lambda plan: EMITTERS[other](plan, spec)) if other else None,
         )
 
     calibration = None
@@ -90,36 +95,59 @@ def plan(
         had = given.like_strategy or str(search(hardware).best.candidate.strategy)
         calibration = given.calibrated(spec, hardware, work, had)
         hardware = calibration.cluster
+    changed = [(change, planner.what_if(hardware, change)) for change in what_if or ()]
     planned = search(hardware)
+    then = [(change, search(cluster)) for change, cluster in changed]
+    ours = _of_all(planner.search(spec, hardware, work, options=options)) if other else None
     if given.output is not None:
         shared.write(given.output, planned.plan.to_json())
     if given.report is not None:
         from zeromesh.report import plan_page
 
         shared.write(given.report, plan_page(planned))
-    ours = search(hardware, "zeromesh").fastest if given.engine in ENGINES else None
+    compared = _compared(given.emit or given.engine, planned, ours) if ours else ""
     if given.emit:
-        from zeromesh.report import choice_lines
+        from zeromesh.report import choice_lines, what_if_lines
 
         print(EMITTERS[given.emit](planned.plan, spec))
-        for line in (f"recommended for {given.emit}: {planned.best.simulation.named}", *choice_lines(planned)):
-            print(line, file=sys.stderr)
+        named = f"recommended for {given.emit}: {planned.best.simulation.named}"
+        for line in (named, *choice_lines(planned), *what_if_lines(planned, then), compared):
+            shared.tell(line)
     elif given.as_json:
         beside = {"like": calibration, "zeromesh": ours}
         found = planned.to_json() | {key: value.to_json() for key, value in beside.items() if value is not None}
+        if then:
+            keys = ("best", "fastest")
+            answers = [(change, other.to_json()) for change, other in then]
+            found["what_if"] = [{"change": change} | {key: answer[key] for key in keys} for change, answer in answers]
         print(json.dumps(found, indent=2))
     else:
         from zeromesh.report import print_plan
 
         if calibration:
             print(calibration.describe())
-        print_plan(planned)
+        print_plan(planned, then)
         if sentence := given.compiled(spec, hardware, work, planned.best):
             print(sentence)
         if ours:
-            step_s, own_s = planned.best.simulation.step_s, ours.simulation.step_s
-            compared = f"{abs(step_s / own_s - 1):.1%} {'longer' if step_s > own_s else 'less'}"
-            print(f"{given.engine} takes {compared} than zeromesh with its fastest layout, {ours.simulation.named}")
+            print(compared)
+
+
+def _of_all(searched: tuple[Found, Evaluator]) -> Choice:
+    """The fastest layout that zeromesh runs."""
+    from zeromesh.planner import Choice
+
+    found, evaluator = searched
+    return Choice(candidate=found.best.candidate, simulation=evaluator.simulation(found.best.candidate))
+
+
+def _compared(engine: str, planned: Planned, ours: Choice) -> str:
+    """The step of another engine beside that of zeromesh."""
+    ratio = planned.best.simulation.step_s / ours.simulation.step_s - 1
+    return (
+        f"{engine} takes {abs(ratio):.1%} {'longer' if ratio > 0 else 'less'} than zeromesh with its fastest layout, "
+        f"{ours.simulation.named}"
+    )
 
 
 def _given(context: typer.Context, name: str) -> bool:

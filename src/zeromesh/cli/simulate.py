@@ -22,7 +22,10 @@ def simulate(
     top: Annotated[int, typer.Option(help="Micro-batches and recomputations to list, of those left open.")] = 1,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline, for Perfetto.")] = None,
 ) -> None:
-    """Simulate one training step; micro-batch and recomputation left open are chosen for it."""
+    """Simulate one training step; micro-batch and recomputation left open are chosen for it.
+
+    Exits with 1 if nothing of the strategy fits in memory.
+    """
     from zeromesh import planner
     from zeromesh.planner.emit import EMITTERS
     from zeromesh.simulator.division import Division
@@ -81,3 +84,5 @@ def simulate(
         print_simulation(choices, hardware)
         if sentence := given.compiled(spec, hardware, work, chosen):
             print(sentence)
+    if not chosen.simulation.fits:
+        raise typer.Exit(1)

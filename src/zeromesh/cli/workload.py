@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -116,7 +118,7 @@ class Described:
         dtype = found.device.matrix_dtype
         model = load_model(self.model, seq_len=self.seq_len, trainable=self.trainable, dtype=dtype, kernels=kernels)
         for sentence in model.assumed:
-            print(f"{model.name}: {sentence}", file=sys.stderr)
+            tell(f"{model.name}: {sentence}")
         return model, found
 
     def compiled(self, spec: ModelSpec, hardware: Cluster, work: Workload, chosen: Choice) -> str:
@@ -226,6 +228,17 @@ def check_top(top: int) -> None:
     """Raises InputError unless there is something to list."""
     if top < 1:
         raise InputError(f"--top must be at least 1, got {top}")
+
+
+def tell(text: str) -> None:
+    """Prints to stderr; where that is a terminal, no word is broken at its edge."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = (
+            textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n")
+        )
+        text = "\n".join("\n".join(wrapped) for wrapped in lines)
+    print(text, file=sys.stderr)
 
 
 def write(path: Path, text: str) -> None:

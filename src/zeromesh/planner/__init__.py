@@ -6,6 +6,7 @@ from zeromesh.planner.fixed import simulate_choices, simulate_strategy
 from zeromesh.planner.like import Calibration, calibrate, read_run
 from zeromesh.planner.plan import Planned, as_plan, plan
 from zeromesh.planner.search import NothingFitsError, Options, collective_choices, search
+from zeromesh.planner.what_if import what_if
 from zeromesh.planner.workload import Workload
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "search",
     "simulate_choices",
     "simulate_strategy",
+    "what_if",
 ]

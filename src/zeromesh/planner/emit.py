@@ -43,7 +43,7 @@ def emit_fsdp2(plan: Plan, model: ModelSpec) -> str:
     plan = _in_one_dtype("FSDP2", plan, layout)
     if plan.grad_dtype not in (None, "fp32"):
         _refuse("FSDP2", plan, f"{plan.grad_dtype} gradient shards: it accumulates in its parameters' dtype, fp32")
-    parts = _parts("FSDP2", plan, layout)
+    parts = _parts("FSDP2", plan, layout, alone="3")
     inner, rest = parts[0], parts[1:]
     sharded = inner[0].removesuffix("k")
     if sharded not in ("3", "3d"):
@@ -190,9 +190,9 @@ def emit_torchtitan(plan: Plan, model: ModelSpec) -> str:
     """
     engine, parallel, layout = "torchtitan", plan.parallel or WHOLE, Layout.of(plan.strategy, plan.mesh)
     plan = _in_one_dtype(engine, plan, layout)
-    (stage, shards), *rest = _parts(engine, plan, layout, cut=True)
     # Its pipelines reduce once a step (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync).
     known = ("3d", "3dk") if parallel.pp > 1 else ("3", "3k")
+    (stage, shards), *rest = _parts(engine, plan, layout, alone=known[0], cut=True)
     if stage not in known or len(rest) > 1 or any(outer != "0" for outer, _ in rest):
         wrong = next(((s, n) for s, n in rest if s != "0"), (stage, shards))
         _refuse(engine, plan, f"stage {wrong[0]} over {wrong[1]} ranks: {' or '.join(known)} inside, 0 outside of it")
@@ -233,18 +233,9 @@ ENGINES = {"fsdp": "fsdp2", "deepspeed": "deepspeed"}
 """By simulated engine, the emitter that says what it can run."""
 
 
-def can_express(engine: str, plan: Plan, model: ModelSpec) -> bool:
-    """Whether the engine, by its name among `EMITTERS`, has a configuration for the plan."""
-    try:
-        EMITTERS[engine](plan, model)
-    except InputError:
-        return False
-    return True
-
-
-def _parts(engine: str, plan: Plan, layout: Layout, *, cut: bool = False) -> Parts:
+def _parts(engine: str, plan: Plan, layout: Layout, *, alone: str = "0", cut: bool = False) -> Parts:
     """Neighbouring axes of one stage together, innermost first; axes of one rank left out. Refuses options, and models
-    that are cut beside them unless `cut`."""
+    that are cut beside them unless `cut`. A single rank has the stage `alone`."""
     if plan.parallel is not None and not cut:
         _refuse(
             engine, plan, f"{plan.parallel}: what is emitted shards over data-parallel ranks alone (see torchtitan)"
@@ -255,7 +246,7 @@ def _parts(engine: str, plan: Plan, layout: Layout, *, cut: bool = False) -> Par
         _refuse(engine, plan, f"the option {options}: its own are other ones")
     axes = [axis for axis in layout.axes if axis.size > 1]
     parts = [(stage, layout.degree(list(same))) for stage, same in groupby(axes, key=lambda axis: axis.stage.value)]
-    return parts or [("0", 1)]
+    return parts or [(alone, 1)]
 
 
 def _in_one_dtype(engine: str, plan: Plan, layout: Layout) -> Plan:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zeromesh.cluster import Cluster
 from zeromesh.planner.evaluate import Candidate, Evaluator
 from zeromesh.planner.fixed import fastest
-from zeromesh.planner.known import Known, known_strategies
+from zeromesh.planner.known import Known
 from zeromesh.simulator import Simulation
 from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.stage import DEFAULT_WIRE
@@ -64,30 +65,29 @@ class Reason:
         }
 
 
-def explain(evaluator: Evaluator, best: Candidate, runner_up: Candidate | None) -> list[Reason]:
-    """The runner-up first, then the known strategies, those of MiCS up to the first that fits."""
+def explain(evaluator: Evaluator, best: Candidate, known: Iterable[Known]) -> list[Reason]:
+    """The known strategies against the best, those of MiCS up to the first that fits."""
     reasons = []
-    if runner_up is not None:
-        reasons.append(_compare(evaluator, best, runner_up, "runner-up"))
     mics_fits = False
-    for known in known_strategies(evaluator.division(best.parallel).cluster):
-        mics = known.name.startswith("MiCS")
+    for each in known:
+        mics = each.name.startswith("MiCS")
         if mics and mics_fits:
             continue
-        reason = _explain_known(evaluator, best, known)
+        reason = _explain_known(evaluator, best, each)
         reasons.append(reason)
-        mics_fits |= (mics or known.name == "HSDP") and reason.outcome != "excluded"
+        mics_fits |= (mics or each.name == "HSDP") and reason.outcome != "excluded"
     return reasons
 
 
 def _explain_known(evaluator: Evaluator, best: Candidate, known: Known) -> Reason:
     (choice,) = fastest(evaluator, known.strategy, best.parallel)
     if evaluator.simulation(choice).fits:
-        return _compare(evaluator, best, choice, known.name)
+        return compare(evaluator, best, choice, known.name)
     return _excluded(evaluator, choice, known.name)
 
 
-def _compare(evaluator: Evaluator, best: Candidate, other: Candidate, name: str) -> Reason:
+def compare(evaluator: Evaluator, best: Candidate, other: Candidate, name: str) -> Reason:
+    """The alternative `other` against the best."""
     mine, theirs = evaluator.simulation(best), evaluator.simulation(other)
     loses = _losses(mine, theirs)
     cluster = evaluator.division(best.parallel).cluster

@@ -73,9 +73,10 @@ def fastest(evaluator: Evaluator, strategy: Strategy, parallel: Parallel, top: i
     """The `top` fastest choices that fit, fastest first; where none fits the smallest."""
     every = choices(evaluator, strategy, parallel)
     # All of them, since for some strategies and engines `bound_s` is none; there are few.
-    fitting = [c for c, memory in every if memory <= evaluator.limit_bytes and evaluator.simulation(c).fits]
-    fitting.sort(key=lambda candidate: evaluator.simulation(candidate).step_s)
-    return fitting[:top] or [min(every, key=lambda pair: pair[1])[0]]
+    estimates = [evaluator.estimate(candidate) for candidate, memory in every if memory <= evaluator.limit_bytes]
+    fitting = [estimate for estimate in estimates if estimate.memory_bytes <= evaluator.limit_bytes]
+    fitting.sort(key=lambda estimate: estimate.step_s)
+    return [estimate.candidate for estimate in fitting[:top]] or [min(every, key=lambda pair: pair[1])[0]]
 
 
 def choices(evaluator: Evaluator, strategy: Strategy, parallel: Parallel = WHOLE) -> list[tuple[Candidate, float]]:

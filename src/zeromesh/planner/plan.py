@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,15 +9,17 @@ from typing import Any
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants
-from zeromesh.model import ModelSpec
+from zeromesh.errors import InputError
+from zeromesh.model import ModelSpec, Recomputation
+from zeromesh.parallel import Parallel
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
-from zeromesh.planner.explain import Reason, explain
+from zeromesh.planner.explain import Reason, compare, explain
 from zeromesh.planner.known import known_strategies
 from zeromesh.planner.search import Found, Options, search
-from zeromesh.planner.simplest import WITHIN, one_of_each_kind, simplest, with_known
+from zeromesh.planner.simplest import WITHIN, one_of_each_kind, simplest
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import Mechanics
-from zeromesh.strategy import Plan
+from zeromesh.strategy import Plan, Strategy
 from zeromesh.trace import Trace
 
 TRACED_MICRO_BATCHES = 4
@@ -121,7 +122,7 @@ def plan(
     top: int = 5,
     trace: bool = False,
     within: float = WITHIN,
-    accepts: Callable[[Plan], bool] | None = None,
+    emit: Callable[[Plan], object] | None = None,
 ) -> Planned:
     """The layout of `model` on `cluster` to run, and why the others lose: the simplest that is nearly as fast as the
     fastest that fits (`zeromesh.planner.simplest`).
@@ -136,34 +137,57 @@ def plan(
         top: candidates to simulate whole and list.
         trace: also give the best one's timeline.
         within: share of the fastest step that a simpler layout may take longer; 0 recommends the fastest.
-        accepts: whether a plan may be recommended, where another engine has to run it. If it accepts none, all count.
+        emit: restricts the search to plans for which this call raises no InputError, as another engine runs them.
 
     Raises:
         NothingFitsError: no candidate fits in memory.
-        InputError: the batch does not divide.
+        InputError: the batch does not divide, or `emit` refuses every layout.
     """
     start = time.perf_counter()
-    found, evaluator = search(model, cluster, workload, options=options, engine=engine, constants=constants)
+    options = options or Options()
+    if emit is not None:
+        options = replace(options, collective="hierarchical")  # others are zeromesh's own
+
+    def refusal(strategy: Strategy, parallel: Parallel) -> InputError | None:
+        any_choice = Candidate(
+            strategy=strategy, micro_batch=1, micro_batches=1, recomputation=Recomputation.NONE, parallel=parallel
+        )
+        try:
+            if emit is not None:
+                emit(_as_plan(any_choice, cluster, workload, {}))
+        except InputError as error:
+            return error
+        return None
+
+    found, evaluator = search(
+        model,
+        cluster,
+        workload,
+        options=options,
+        engine=engine,
+        constants=constants,
+        refuses=refusal if emit else None,
+    )
     fastest = found.best.candidate
-    lossless = options is None or options.wires == "lossless"
-    every = (each.strategy for each in known_strategies(evaluator.division(fastest.parallel).cluster))
-    known = [strategy for strategy in every if not (lossless and strategy.quantised)]
-    near_s = evaluator.step_s(fastest) * (1 + within)
-    # Another engine may express nothing that is near.
-    fitting = with_known(evaluator, fastest, found.ranked, known, near_s if accepts is None else math.inf)
-    runnable = [e for e in fitting if accepts is None or accepts(_as_plan(e.candidate, cluster, workload, {}))]
-    pool = runnable or fitting
-    anchor = fastest if any(e.candidate == fastest for e in pool) else pool[0].candidate
-    if engine != "zeromesh":  # its fastest is one that it can run
-        fastest = anchor
-    longest_s = evaluator.step_s(anchor) * (1 + within)
-    best = simplest(evaluator, anchor, pool, known, longest_s) if within > 0 else anchor
+    every = known_strategies(evaluator.division(fastest.parallel).cluster)
+    known = [each for each in every if refusal(each.strategy, fastest.parallel) is None]
+    names = {each.strategy for each in known}
+    best = simplest(evaluator, found, names, within, options.max_simulations) if within > 0 else fastest
+    why = explain(evaluator, best, known)  # simulates the known ones
+    fitting = [
+        estimate
+        for estimate in evaluator.evaluated
+        if estimate.memory_bytes <= evaluator.limit_bytes
+        and (options.wires == "any" or not estimate.candidate.strategy.quantised)
+    ]
+    fitting.sort(key=lambda estimate: estimate.step_s)
     first = [evaluator.estimate(candidate) for candidate in dict.fromkeys((best, fastest))]
-    kinds = one_of_each_kind(evaluator, [*first, *pool])
-    shown = [*first, *(estimate for estimate in kinds if estimate not in first)][: max(1, top)]
+    kinds = [estimate for estimate in one_of_each_kind(evaluator, [*first, *fitting]) if estimate not in first]
+    shown = [*first, *kinds][: max(1, top)]
     candidates = tuple(_choice(evaluator, estimate) for estimate in shown)
     runner_up = next((c.candidate for c in candidates if c.candidate.named != best.named), None)
-    why = explain(evaluator, best, runner_up)
+    if runner_up is not None:
+        why.insert(0, compare(evaluator, best, runner_up, "runner-up"))
     return Planned(
         model=model,
         cluster=cluster,

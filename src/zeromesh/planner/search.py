@@ -8,7 +8,7 @@ simulated leaves open.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -24,13 +24,16 @@ from zeromesh.parallel import Parallel
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
 from zeromesh.planner.settings import Setting, screened, settings_of
-from zeromesh.planner.space import Integers, Space, Splits
+from zeromesh.planner.space import Block, Integers, Space, Splits
 from zeromesh.planner.time_bound import Floats
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import DEFAULT_MARGIN, Mechanics, find_engine
+from zeromesh.strategy import Strategy
 from zeromesh.strategy.collective import AUTO, collectives, find_collective
 
 Wires = Literal["lossless", "any"]
+Refuses = Callable[[Strategy, Parallel], InputError | None]
+"""Why another engine cannot run a layout; None if it can."""
 
 ANY_WIRES = ("", "int8/", "/int4", "int8/int4")
 """Wires tried on each level under `any`: those of ZeRO++ (arXiv 2306.10209), each half on its own."""
@@ -77,6 +80,7 @@ class Found:
         pruned_memory: those that cannot fit.
         simulated: those simulated.
         bound_s: no candidate is faster than this.
+        rows: candidates that may fit, at the degrees of the best.
     """
 
     best: Estimate
@@ -86,6 +90,7 @@ class Found:
     pruned_memory: int
     simulated: int
     bound_s: float
+    rows: tuple[Rows, ...] = field(compare=False, repr=False)
 
     @property
     def gap(self) -> float:
@@ -102,8 +107,9 @@ class NothingFitsError(InputError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """Candidates as arrays: those of one block, micro-batch and recomputation that may fit, or chosen ones of them."""
+class Rows:
+    """Candidates as arrays: those of one block, micro-batch and recomputation that may fit. Seconds and bytes are
+    lower bounds."""
 
     space: Space
     parallel: Parallel
@@ -112,6 +118,7 @@ class _Rows:
     step_s: Floats
     memory: Floats
     parts: Integers
+    stages: Integers
 
     def candidate(self, row: int) -> Candidate:
         setting, bounds = self.setting, self.setting.bounds
@@ -130,12 +137,23 @@ class _Rows:
 class _Pool:
     """Candidates that may fit, the fronts of their blocks, and the smallest of all."""
 
-    rows: list[_Rows] = field(default_factory=list)
+    refuses: Refuses | None = None
+    refused: InputError | None = None
+    rows: list[Rows] = field(default_factory=list)
     front: list[tuple[float, float, Candidate]] = field(default_factory=list)
     searched: int = 0
     pruned: int = 0
     smallest_bytes: float = np.inf
     smallest: Candidate | None = None
+
+    def accepted(self, block: Block, space: Space, wires: tuple[str, ...], parallel: Parallel) -> Block:
+        """The layouts that another engine can run: all engines have one stage, or one inside of another."""
+        assert self.refuses is not None
+        few = np.flatnonzero(block.num_runs() <= 2)
+        strategies = (space.strategy([int(column[row]) for column in block.indices], wires) for row in few)
+        refused = [self.refuses(strategy, parallel) for strategy in strategies]
+        self.refused = self.refused or next(filter(None, refused), None)
+        return block.choose(few[np.array([error is None for error in refused], dtype=bool)])
 
     def by_bound(self) -> Iterator[list[Candidate]]:
         """Candidates by rising bound, in groups a thousandth apart: within one, those of few parts first, then the
@@ -167,6 +185,7 @@ def search(
     engine: str | Mechanics = "zeromesh",
     constants: Constants | None = None,
     space: Space | None = None,
+    refuses: Refuses | None = None,
 ) -> tuple[Found, Evaluator]:
     """Searches `space` (default: every layout) for the fastest candidate that fits.
 
@@ -174,13 +193,14 @@ def search(
         model: its units.
         cluster: cut to the world in use.
         workload: micro-batch and recomputation are searched where they are open.
+        refuses: leaves out layouts that another engine cannot run.
 
     Returns:
         What was found, and the evaluator with everything that was simulated.
 
     Raises:
         NothingFitsError: no candidate fits in memory.
-        InputError: the batch does not divide.
+        InputError: the batch does not divide, or `refuses` leaves no layout.
     """
     options = options or Options()
     constants = constants or default_constants()
@@ -191,11 +211,12 @@ def search(
             "leave out --exact"
         )
     evaluator = Evaluator(model, cluster, workload, engine, constants, options.memory_margin)
-    pool = _Pool()
+    pool = _Pool(refuses=refuses)
     collectives = _collectives(cluster, options)
     if options.max_simulations is not None:
         options = replace(options, max_simulations=options.max_simulations * len(collectives))
     bound_s = best_s = np.inf
+    rows: dict[Parallel, tuple[Rows, ...]] = {}
     for parallel, least_s in screened(evaluator):
         if least_s >= best_s * (1 - options.tolerance):  # and so are all that follow
             bound_s = min(bound_s, least_s)
@@ -207,13 +228,18 @@ def search(
         for wires, collective in product(_wires(cluster, options), collectives):
             bounds = evaluator.bounds(wires, collective, parallel)
             _fill(pool, *bounds, parallel, unsplit if any(wires) else whole, evaluator.limit_bytes, best_s)
+        before_s = best_s
         best_s, left_s = _simulate_in_order(pool, evaluator, options, best_s)
+        if best_s < before_s:
+            rows = {parallel: tuple(pool.rows)}
         bound_s = min(bound_s, left_s)
     for candidate in _thinned(pool.front, options.front):
         evaluator.estimate(candidate)
     ranked = _fitting(evaluator)
     if not ranked:
-        assert pool.smallest is not None
+        if pool.smallest is None:
+            assert pool.refused is not None  # nothing else leaves a space empty
+            raise pool.refused
         raise NothingFitsError(_nothing_fits(evaluator, pool.smallest), pool.smallest)
     if not _bounded(mechanics):
         bound_s = min(_compute_bound_s(evaluator, parallel) for parallel, _ in screened(evaluator))
@@ -225,6 +251,7 @@ def search(
         pruned_memory=pool.pruned,
         simulated=len(evaluator.evaluated),
         bound_s=min(bound_s, ranked[0].step_s),
+        rows=rows.get(ranked[0].candidate.parallel, ()),
     )
     return found, evaluator
 
@@ -288,20 +315,22 @@ def _fill(
     """Adds what may fit in memory and be faster than `best_s`."""
     every = list(settings_of(bounds, of_memory, parallel))
     least = min(every, key=lambda setting: setting.extra_bytes)
-    rows_of = partial(_Rows, space=space, parallel=parallel)
+    rows_of = partial(Rows, space=space, parallel=parallel)
     for block in space.blocks():
         if bounds.overlapping:
             # Those that shard over one level do not differ; those that replicate over several sum by level.
             block = block.choose(np.flatnonzero((block.levels_sharded() > 1) & (block.levels_replicated() <= 1)))
-            if not len(block):
-                continue
+        if pool.refuses:
+            block = pool.accepted(block, space, bounds.wires, parallel)
+        if not len(block):
+            continue
         state = of_memory.memory.state_bytes(block)
         order = np.argsort(state, kind="stable")
         pool.searched += len(order) * len(every)
         if (smallest := float(state[order[0]]) + least.extra_bytes) < pool.smallest_bytes:
             one, nothing = block.choose(order[:1]).indices, np.zeros(1)
-            parts = nothing.astype(np.int64)
-            only = rows_of(setting=least, indices=one, step_s=nothing, memory=nothing, parts=parts)
+            none = nothing.astype(np.int64)
+            only = rows_of(setting=least, indices=one, step_s=nothing, memory=nothing, parts=none, stages=none)
             pool.smallest_bytes, pool.smallest = smallest, only.candidate(0)
         fitting = [int(np.searchsorted(state[order], limit_bytes - s.extra_bytes, side="right")) for s in every]
         pool.pruned += len(order) * len(every) - sum(fitting)
@@ -309,7 +338,8 @@ def _fill(
         # Sorted by memory, what fits is a prefix: nothing else gets a bound of its time.
         chosen = order[: max(fitting)]
         smaller, memory = block.choose(chosen), state[chosen]
-        time, optimizer_s, parts = bounds.time(smaller), bounds.optimizer_s(smaller), smaller.num_parts()
+        time, optimizer_s = bounds.time(smaller), bounds.optimizer_s(smaller)
+        parts, stages = smaller.num_parts(), smaller.num_stages()
         for setting, count in zip(every, fitting, strict=True):
             if count:
                 rows = rows_of(
@@ -318,12 +348,13 @@ def _fill(
                     step_s=time.first(count).at(setting.micro_batches, setting.compute, optimizer_s[:count]),
                     memory=memory[:count] + setting.extra_bytes,
                     parts=parts[:count],
+                    stages=stages[:count],
                 )
                 pool.rows.append(rows)
                 pool.front += _front_of(rows)
 
 
-def _front_of(rows: _Rows) -> Iterator[tuple[float, float, Candidate]]:
+def _front_of(rows: Rows) -> Iterator[tuple[float, float, Candidate]]:
     """Some of the rows, which are sorted by memory, that are faster than all smaller ones."""
     best = np.minimum.accumulate(rows.step_s)
     falls = np.flatnonzero(np.diff(best, prepend=np.inf) < 0)

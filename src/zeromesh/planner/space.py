@@ -171,6 +171,22 @@ class Block:
             counts += level[STAGES.index(Stage.ZERO)] > 1
         return counts
 
+    def num_stages(self) -> Integers:
+        """The number of different stages over more than one rank, for each layout."""
+        stages = np.zeros(len(self), dtype=np.int64)
+        for parts in zip(*self.sizes, strict=True):
+            stages += reduce(np.logical_or, [part > 1 for part in parts])
+        return stages
+
+    def num_runs(self) -> Integers:
+        """How often the stage changes from the innermost part to the outermost, plus one, for each layout."""
+        runs, last = np.zeros(len(self), dtype=np.int64), np.full(len(self), -1)
+        for level in self.sizes:
+            for stage, part in enumerate(level):
+                runs += (part > 1) & (last != stage)
+                last = np.where(part > 1, stage, last)
+        return runs
+
     def num_parts(self) -> Integers:
         """The number of terms in the notation of each layout."""
         parts = np.zeros(len(self), dtype=np.int64)

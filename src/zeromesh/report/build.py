@@ -23,7 +23,7 @@ from zeromesh.report.page import (
     Tick,
     Timeline,
 )
-from zeromesh.report.uncertainty import uncertainty_lines
+from zeromesh.report.uncertainty import error_of_steps, uncertainty_lines
 from zeromesh.simulator import Simulation
 from zeromesh.trace import Event, Trace
 from zeromesh.units import format_bytes, format_seconds
@@ -97,21 +97,45 @@ def search_note(planned: Planned) -> str:
 
 
 def choice_lines(planned: Planned) -> list[str]:
-    """Why the best is recommended: the fastest beside it, and how much the network matters."""
+    """Why the best is recommended: the fastest beside it, how far both may be off, and how much the network matters."""
     best, fastest = planned.best.simulation, planned.fastest.simulation
     lines = []
-    if planned.best.candidate != planned.fastest.candidate:
+    differ = planned.best.candidate != planned.fastest.candidate
+    if differ:
         gained, more = 1 - fastest.step_s / best.step_s, fastest.memory.total - best.memory.total
         memory = f"needs {format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory"
         cuts = [len(choice.candidate.strategy.axes) for choice in (planned.fastest, planned.best)]
         cut = f", cuts levels into {cuts[0]} parts instead of {cuts[1]}" if cuts[0] != cuts[1] else ""
-        lines.append(f"fastest: {fastest.named}; it is {gained:.1%} faster, {memory}{cut}")
+        name = str(planned.fastest.candidate) if fastest.named == best.named else fastest.named
+        lines.append(f"fastest: {name}; it is {gained:.1%} faster, {memory}{cut}")
+    error = error_of_steps(best.parallel)
+    if error is not None:
+        both = "both step times are predictions, which were" if differ else "the step time is a prediction; such were"
+        lines.append(f"{both} {error.median:.1%} off at the median of {error.rows} published figures")
     computed = best.compute_s / best.step_s
     if computed > _ANY:
         lines.append(f"{computed:.0%} of the step is computation: any of these layouts will do")
     else:
         lines.append(f"{1 - computed:.0%} of the step waits for the network")
     return lines
+
+
+def what_if_lines(planned: Planned, then: Sequence[tuple[str, Planned]]) -> list[str]:
+    """The recommendation and its step time now and after each change."""
+    now_s = planned.best.simulation.step_s
+    lines = [f"now: {_taken(planned)}"] if then else []
+    for change, other in then:
+        ratio = other.best.simulation.step_s / now_s
+        lines.append(f"what if {change}: {_taken(other)}; {abs(1 - ratio):.1%} {'less' if ratio < 1 else 'more'} time")
+    return lines
+
+
+def _taken(planned: Planned) -> str:
+    simulation = planned.best.simulation
+    return (
+        f"{simulation.named} takes {format_seconds(simulation.step_s, digits=4)} a step and "
+        f"{format_bytes(simulation.memory.total)}"
+    )
 
 
 def candidates_table(choices: Sequence[Choice]) -> Table:
@@ -136,25 +160,33 @@ def candidates_table(choices: Sequence[Choice]) -> Table:
 
 
 def traffic_table(choice: Choice) -> Table:
-    """One row an axis, innermost first."""
+    """One row an axis, innermost first, as the strategy names it."""
+    simulation = choice.simulation
+    names = {
+        axis.axis: f"{axis.axis.partition('[')[0]}[{axis.size}]" if "[" in axis.axis else axis.axis
+        for axis in simulation.axes
+    }
     exposed: dict[str, float] = {}
-    for axes, _, seconds in choice.simulation.exposed:
+    for axes, _, seconds in simulation.exposed:
         exposed[axes] = exposed.get(axes, 0.0) + seconds
-    alone = {axis.axis for axis in choice.simulation.axes}
     return Table(
         heads=("axis", "size", "stage", "sent per device and step", "exposed"),
         rows=tuple(
             (
-                axis.axis,
+                names[axis.axis],
                 str(axis.size),
                 axis.stage,
                 format_bytes(axis.bytes_sent_per_device),
                 format_seconds(exposed.get(axis.axis, 0.0)),
             )
-            for axis in choice.simulation.axes
+            for axis in simulation.axes
         )
         # Traffic over several axes at once is waited for as a whole.
-        + tuple((axes, "", "", "", format_seconds(s)) for axes, s in exposed.items() if axes not in alone),
+        + tuple(
+            ("+".join(names.get(axis, axis) for axis in axes.split("+")), "", "", "", format_seconds(seconds))
+            for axes, seconds in exposed.items()
+            if axes not in names
+        ),
     )
 
 

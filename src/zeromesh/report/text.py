@@ -10,18 +10,15 @@ from rich.text import Text
 
 from zeromesh.cluster import Cluster
 from zeromesh.planner import Choice, Planned
-from zeromesh.report.build import candidates_table, choice_lines, search_note, traffic_table, trust_lines
+from zeromesh.report.build import candidates_table, choice_lines, search_note, traffic_table, trust_lines, what_if_lines
 from zeromesh.report.page import Table
 from zeromesh.units import format_bytes, format_seconds
-
-WIDE = 120
-"""Columns from which on a candidate is one line of a table; in fewer, each is a block of two lines."""
 
 _COLOURS = {"chosen": "green", "slower": "yellow", "excluded": "red"}
 
 
-def print_plan(planned: Planned, console: Console | None = None) -> None:
-    """Best, candidates, memory, traffic and the why."""
+def print_plan(planned: Planned, then: Sequence[tuple[str, Planned]] = (), *, console: Console | None = None) -> None:
+    """Best, what it would be `then`, candidates, memory, traffic and the why."""
     console = console or Console()
     cluster = planned.cluster
     console.print(
@@ -29,7 +26,7 @@ def print_plan(planned: Planned, console: Console | None = None) -> None:
         f"({', '.join(f'{name} {size}' for name, size in cluster.axes)})"
     )
     console.print(Text.assemble("recommended: ", (planned.best.simulation.named, "bold green")))
-    for line in choice_lines(planned):
+    for line in (*choice_lines(planned), *what_if_lines(planned, then)):
         console.print(Text(line))
     _candidates(console, planned.candidates)
     _details(console, planned.best)
@@ -53,11 +50,7 @@ def print_simulation(choices: Sequence[Choice], cluster: Cluster, console: Conso
 
 
 def _candidates(console: Console, choices: Sequence[Choice]) -> None:
-    table = candidates_table(choices)
-    if console.width >= WIDE:
-        console.print(rich_table(table))
-        return
-    for name, micro_batch, recompute, step, tokens, mfu, exposed, memory, fits in table.rows:
+    for name, micro_batch, recompute, step, tokens, mfu, exposed, memory, fits in candidates_table(choices).rows:
         console.print(Text(name, style="cyan"))
         fitting = "" if fits == "yes" else ", does not fit"
         console.print(Text(f"  {step} a step, {tokens} tokens/s a device, MFU {mfu}, {exposed} exposed"))
@@ -74,7 +67,10 @@ def _details(console: Console, choice: Choice) -> None:
             f"{format_seconds(simulation.exposed_comm_s)}"
         )
     )
-    console.print(rich_table(traffic_table(choice)))
+    console.print("traffic per device and step:")
+    for axis, size, stage, sent, exposed in traffic_table(choice).rows:
+        ranks = f" ({size} ranks{f', stage {stage}' if stage else ''}): {sent} sent," if size else ":"
+        console.print(Text(f"  {axis}{ranks} {exposed} exposed"))
     for line in (*simulation.notes(), *trust_lines(simulation)):
         console.print(Text(line))
 

@@ -48,6 +48,12 @@ def published_errors() -> tuple[Errors, ...]:
     return tuple(Errors(**entry | {"degrees": tuple(entry["degrees"])}) for entry in json.loads(text))
 
 
+def error_of_steps(parallel: Parallel) -> Errors | None:
+    """The error of whole steps with these degrees; None where no such step is published."""
+    cut = tuple(name for name in ("tp", "cp", "pp", "ep") if getattr(parallel, name) > 1)
+    return next((each for each in published_errors() if each.degrees == cut and "step times" in each.of), None)
+
+
 def uncertainty_lines(parallel: Parallel) -> Iterator[str]:
     """How far a prediction with these degrees may be trusted, for people."""
     cut = [name for name in ("tp", "cp", "pp", "ep") if getattr(parallel, name) > 1]

@@ -1,0 +1,87 @@
+"""`plan` and `simulate` in a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+COLUMNS = 80
+BASE = [
+    *("--model", "llama-7b", "--cluster", "frontier-mi250x", "--world", "64", "--seq-len", "4096"),
+    *("--global-batch-tokens", "1048576", "--micro-batch", "1", "--activation-checkpointing", "full"),
+]
+STRATEGY = "package=3,node[2]=3,node[2]=2,cluster[4]=2,cluster[*]=0"
+
+
+def in_terminal(*arguments: str, columns: int = COLUMNS) -> tuple[int, list[str]]:
+    """Exit code and lines of `zeromesh ARGUMENTS` in a terminal, colours taken out."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
+    command = [sys.executable, "-m", "zeromesh.cli", *arguments]
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment | {"TERM": "xterm-256color"}
+    ) as process:
+        os.close(theirs)
+        chunks = []
+        while True:
+            try:
+                chunk = os.read(ours, 1 << 16)
+            except OSError:  # Linux's end of a terminal that nothing has open
+                break
+            if not chunk:
+                break
+            chunks.append(chunk)
+        code = process.wait()
+    os.close(ours)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", b"".join(chunks).decode())
+    return code, [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+
+
+def names_of(lines: list[str]) -> list[str]:
+    return [word.strip(",;:") for line in lines for word in line.split() if "=" in word]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_plan_breaks_no_name_and_drops_no_memory(columns: int) -> None:
+    code, lines = in_terminal("plan", *BASE, "--within", "0", "--what-if", "cluster.bandwidth=2x", columns=columns)
+    assert code == 0 and max(map(len, lines)) <= columns
+    start = next(index for index, line in enumerate(lines) if re.match(r"\w+(\[\S+)?=\S*$", line))
+    end = next(index for index, line in enumerate(lines) if line.startswith("memory per device"))
+    blocks = [lines[index : index + 3] for index in range(start, end, 3)]
+    assert len(blocks) > 1
+    for name, step, memory in blocks:
+        assert (
+            name.startswith("package=") and " a step, " in step and re.match(r"  [\d.]+ [GM]B; micro-batch 1", memory)
+        )
+    names = [name for name in names_of(lines) if name.startswith("package=")]
+    assert names and all(name.count("cluster") >= 1 for name in names)  # whole to their last axis
+    assert any(line.startswith("what if cluster.bandwidth=2x: package=") for line in lines)
+
+
+def test_simulate_names_axes_as_the_strategy_and_fails_where_it_does_not_fit() -> None:
+    code, lines = in_terminal("simulate", *BASE, "--strategy", STRATEGY)
+    text = " ".join(lines)
+    assert code == 0 and max(map(len, lines)) <= COLUMNS and STRATEGY in lines
+    for axis in ("package (2 ranks, stage 3)", "node[2] (2 ranks, stage 3)", "node[2] (2 ranks, stage 2)"):
+        assert axis in text
+    assert "cluster[4] (4 ranks, stage 2)" in text and "cluster[2] (2 ranks, stage 0)" in text and "[0]" not in text
+    code, lines = in_terminal("simulate", *BASE, "--strategy", "package=0,node=0,cluster=0")
+    assert code == 1 and any(line.startswith("  ") and line.endswith("recomputation full") for line in lines)
+    assert "does not fit" in " ".join(lines) and max(map(len, lines)) <= COLUMNS
+
+
+def test_errors_are_wrapped_by_words() -> None:
+    code, lines = in_terminal("plan", *BASE, "--model", "llama-65b", "--world", "8", "--global-batch-tokens", "32768")
+    assert code == 2 and max(map(len, lines)) <= COLUMNS
+    text = " ".join(lines)
+    assert text.startswith("zeromesh: llama-65b fits on 8 x MI250X") and "devices of this kind would do" in text
+    assert len([line for line in lines if line]) > 1
