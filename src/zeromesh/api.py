@@ -25,7 +25,7 @@ ModelT = TypeVar("ModelT", bound="nn.Module")
 def plan(
     model: nn.Module | str, cluster: Cluster | str, workload: Workload, *, world: int = 0, trainable: str = "all"
 ) -> Plan:
-    """The fastest layout of `model` on `cluster` that fits in memory.
+    """The layout of `model` on `cluster` to run: the simplest that fits in memory and is nearly as fast as the fastest.
 
     `zeromesh plan` prints the same in its default options, where `workload.param_dtype` is what the device multiplies
     matrices in, as the command has it.

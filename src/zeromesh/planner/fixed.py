@@ -8,7 +8,8 @@ from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants, default_constants
 from zeromesh.model import ModelSpec
 from zeromesh.parallel import WHOLE, Parallel
-from zeromesh.planner.evaluate import Candidate, Choice, Evaluator
+from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
+from zeromesh.planner.search import bounded
 from zeromesh.planner.space import STAGES, Block
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import DEFAULT_MARGIN, Mechanics
@@ -72,11 +73,17 @@ def simulate_choices(
 def fastest(evaluator: Evaluator, strategy: Strategy, parallel: Parallel, top: int = 1) -> list[Candidate]:
     """The `top` fastest choices that fit, fastest first; where none fits the smallest."""
     every = choices(evaluator, strategy, parallel)
-    # All of them, since for some strategies and engines `bound_s` is none; there are few.
-    estimates = [evaluator.estimate(candidate) for candidate, memory in every if memory <= evaluator.limit_bytes]
-    fitting = [estimate for estimate in estimates if estimate.memory_bytes <= evaluator.limit_bytes]
-    fitting.sort(key=lambda estimate: estimate.step_s)
-    return [estimate.candidate for estimate in fitting[:top]] or [min(every, key=lambda pair: pair[1])[0]]
+    wires = {(term.name, term.wire) for term in strategy.axes}
+    plain = len(wires) == len(strategy.names) and strategy.prefetch == 1 and not strategy.parts
+    fitting: list[Estimate] = []
+    for candidate, memory in every:
+        if len(fitting) >= top and plain and bounded(evaluator.mechanics) and candidate.bound_s >= fitting[-1].step_s:
+            break
+        if memory <= evaluator.limit_bytes:
+            estimate = evaluator.estimate(candidate)
+            if estimate.memory_bytes <= evaluator.limit_bytes:
+                fitting = sorted([*fitting, estimate], key=lambda estimate: estimate.step_s)[:top]
+    return [estimate.candidate for estimate in fitting] or [min(every, key=lambda pair: pair[1])[0]]
 
 
 def choices(evaluator: Evaluator, strategy: Strategy, parallel: Parallel = WHOLE) -> list[tuple[Candidate, float]]:

@@ -205,7 +205,7 @@ def search(
     options = options or Options()
     constants = constants or default_constants()
     mechanics = find_engine(engine)
-    if options.max_simulations is None and not _bounded(mechanics):
+    if options.max_simulations is None and not bounded(mechanics):
         raise InputError(
             f"an optimum can be proven for the engine zeromesh alone: the bounds do not hold for {mechanics.name}; "
             "leave out --exact"
@@ -241,7 +241,7 @@ def search(
             assert pool.refused is not None  # nothing else leaves a space empty
             raise pool.refused
         raise NothingFitsError(_nothing_fits(evaluator, pool.smallest), pool.smallest)
-    if not _bounded(mechanics):
+    if not bounded(mechanics):
         bound_s = min(_compute_bound_s(evaluator, parallel) for parallel, _ in screened(evaluator))
     found = Found(
         best=ranked[0],
@@ -256,7 +256,7 @@ def search(
     return found, evaluator
 
 
-def _bounded(mechanics: Mechanics) -> bool:
+def bounded(mechanics: Mechanics) -> bool:
     """Whether the bounds of communication hold: for collectives axis by axis, which others may outrun."""
     return mechanics == find_engine("zeromesh")
 

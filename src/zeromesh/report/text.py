@@ -43,7 +43,6 @@ def print_simulation(choices: Sequence[Choice], cluster: Cluster, console: Conso
     """One strategy: time, memory and traffic of its first choice, beside the others."""
     console = console or Console()
     choice = choices[0]
-    console.print(Text(choice.simulation.named, style="bold"))
     console.print(f"{choice.simulation.engine} on {cluster.world} x {cluster.device.name} of {cluster.name}")
     _candidates(console, choices)
     _details(console, choice)
@@ -69,6 +68,8 @@ def _details(console: Console, choice: Choice) -> None:
     )
     console.print("traffic per device and step:")
     for axis, size, stage, sent, exposed in traffic_table(choice).rows:
+        if size == "1":
+            continue
         ranks = f" ({size} ranks{f', stage {stage}' if stage else ''}): {sent} sent," if size else ":"
         console.print(Text(f"  {axis}{ranks} {exposed} exposed"))
     for line in (*simulation.notes(), *trust_lines(simulation)):
