@@ -14,6 +14,7 @@ from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.parallel import Parallel
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
 from zeromesh.planner.explain import Reason, compare, explain
+from zeromesh.planner.fixed import fastest as fastest_choices
 from zeromesh.planner.known import known_strategies
 from zeromesh.planner.search import Found, Options, search
 from zeromesh.planner.simplest import WITHIN, one_of_each_kind, simplest
@@ -168,26 +169,30 @@ def plan(
         constants=constants,
         refuses=refusal if emit else None,
     )
-    fastest = found.best.candidate
-    every = known_strategies(evaluator.division(fastest.parallel).cluster)
-    known = [each for each in every if refusal(each.strategy, fastest.parallel) is None]
-    names = {each.strategy for each in known}
-    best = simplest(evaluator, found, names, within, options.max_simulations) if within > 0 else fastest
-    why = explain(evaluator, best, known)  # simulates the known ones
-    fitting = [
-        estimate
-        for estimate in evaluator.evaluated
-        if estimate.memory_bytes <= evaluator.limit_bytes
-        and (options.wires == "any" or not estimate.candidate.strategy.quantised)
+    parallel = found.best.candidate.parallel
+    every = known_strategies(evaluator.division(parallel).cluster)
+    known = [
+        each
+        for each in every
+        if refusal(each.strategy, parallel) is None
+        and (options.splits != "none" or len(each.strategy.axes) == len(each.strategy.names))
     ]
-    fitting.sort(key=lambda estimate: estimate.step_s)
-    first = [evaluator.estimate(candidate) for candidate in dict.fromkeys((best, fastest))]
-    kinds = [estimate for estimate in one_of_each_kind(evaluator, [*first, *fitting]) if estimate not in first]
+    for each in known:
+        fastest_choices(evaluator, each.strategy, parallel)
+    found = found.again(evaluator, options.wires)
+    best = found.best
+    if within > 0:
+        names = {each.strategy for each in known}
+        best = simplest(evaluator, found.ranked, found.rows, names, within, options.max_simulations)
+        found = found.again(evaluator, options.wires)
+    first = list(dict.fromkeys((best, found.best)))
+    why = explain(evaluator, best.candidate, known)
+    kinds = [estimate for estimate in one_of_each_kind(evaluator, [*first, *found.ranked]) if estimate not in first]
     shown = [*first, *kinds][: max(1, top)]
     candidates = tuple(_choice(evaluator, estimate) for estimate in shown)
-    runner_up = next((c.candidate for c in candidates if c.candidate.named != best.named), None)
+    runner_up = next((c.candidate for c in candidates if c.candidate.named != best.candidate.named), None)
     if runner_up is not None:
-        why.insert(0, compare(evaluator, best, runner_up, "runner-up"))
+        why.insert(0, compare(evaluator, best.candidate, runner_up, "runner-up"))
     return Planned(
         model=model,
         cluster=cluster,
@@ -200,7 +205,7 @@ def plan(
         found=found,
         limit_bytes=evaluator.limit_bytes,
         seconds=time.perf_counter() - start,
-        trace=traced(evaluator, best) if trace else None,
+        trace=traced(evaluator, best.candidate) if trace else None,
     )
 
 

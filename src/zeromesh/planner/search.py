@@ -92,6 +92,19 @@ class Found:
     bound_s: float
     rows: tuple[Rows, ...] = field(compare=False, repr=False)
 
+    def again(self, evaluator: Evaluator, wires: Wires) -> Found:
+        """With what has been simulated since."""
+        fitting = _fitting(evaluator)
+        ranked = [each for each in fitting if wires == "any" or not each.candidate.strategy.quantised]
+        return replace(
+            self,
+            best=ranked[0],
+            ranked=tuple(ranked),
+            front=tuple(_front(ranked)),
+            simulated=len(evaluator.evaluated),
+            bound_s=min(self.bound_s, ranked[0].step_s),
+        )
+
     @property
     def gap(self) -> float:
         """By how much of its step time the best may miss the optimum."""

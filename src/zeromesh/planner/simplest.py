@@ -22,7 +22,7 @@ from itertools import groupby
 import numpy as np
 
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
-from zeromesh.planner.search import Found, Rows
+from zeromesh.planner.search import Rows
 from zeromesh.planner.space import Integers
 from zeromesh.strategy import Layout, Strategy
 from zeromesh.strategy.collective import AUTO
@@ -37,11 +37,11 @@ FREE = 0.05
 _STEPS = 10
 """Steps of memory in a device."""
 
-Rank = tuple[float, ...]
-"""The criteria in their order: a layout of a smaller rank is simpler."""
+Simplicity = tuple[float, ...]
+"""The criteria in their order: the smaller, the simpler."""
 
 
-def rank(evaluator: Evaluator, estimate: Estimate, known: Collection[Strategy]) -> Rank:
+def simplicity(evaluator: Evaluator, estimate: Estimate, known: Collection[Strategy]) -> Simplicity:
     """How simple an estimated layout is; `known` are the strategies that people know by name."""
     strategy, parallel = estimate.candidate.strategy, estimate.candidate.parallel
     sizes = dict(evaluator.division(parallel).cluster.axes)
@@ -57,38 +57,47 @@ def rank(evaluator: Evaluator, estimate: Estimate, known: Collection[Strategy]) 
 
 
 def simplest(
-    evaluator: Evaluator, found: Found, known: Collection[Strategy], within: float, max_simulations: int | None
-) -> Candidate:
+    evaluator: Evaluator,
+    fitting: Collection[Estimate],
+    rows: Sequence[Rows],
+    known: Collection[Strategy],
+    within: float,
+    max_simulations: int | None,
+) -> Estimate:
     """The layout to recommend; the fastest itself where no candidate leaves enough memory free.
 
     Args:
-        evaluator: of the search.
-        found: its result.
+        evaluator: of the estimates; it remembers what is simulated here.
+        fitting: layouts that are known to fit.
+        rows: further ones, which may.
         known: strategies that people know by name.
         within: share of the fastest step that a simpler layout may take longer.
-        max_simulations: simulated at most besides those of the search; None: as many as it takes to prove that no
-            simpler layout is near.
+        max_simulations: simulated at most; None: as many as it takes to prove that no simpler layout is near.
     """
-    longest_s = found.best.step_s * (1 + within)
-    most_bytes = (1 - FREE) * evaluator.cluster.device.memory_bytes
-
-    def near(estimate: Estimate) -> bool:
-        return estimate.step_s <= longest_s and estimate.memory_bytes <= min(most_bytes, evaluator.limit_bytes)
-
-    ranked = [(rank(evaluator, estimate, known), estimate) for estimate in found.ranked if near(estimate)]
-    best = min(ranked, key=lambda pair: pair[0], default=None)
-    left = max_simulations
-    for least, candidate in _by_rank(evaluator, found.rows, known, longest_s, most_bytes):
-        if left == 0 or (best and least >= best[0]):
+    most_bytes = min((1 - FREE) * evaluator.cluster.device.memory_bytes, evaluator.limit_bytes)
+    roomy = [(simplicity(evaluator, e, known), e) for e in fitting if e.memory_bytes <= most_bytes]
+    fastest = min(fitting, key=lambda estimate: estimate.step_s)
+    simulated = 0
+    for least, candidate in _simplest_first(evaluator, rows, known, fastest.step_s * (1 + within), most_bytes):
+        best = _simplest_near(roomy, fastest.step_s * (1 + within))
+        if simulated == max_simulations or (best and least >= best[0]):
             break
         before = len(evaluator.evaluated)
         estimate = evaluator.estimate(candidate)
-        if left is not None:
-            left -= len(evaluator.evaluated) - before
-        if near(estimate):
-            pair = rank(evaluator, estimate, known), estimate
-            best = min(best or pair, pair, key=lambda pair: pair[0])
-    return best[1].candidate if best else found.best.candidate
+        simulated += len(evaluator.evaluated) - before
+        if estimate.memory_bytes <= evaluator.limit_bytes and estimate.step_s < fastest.step_s:
+            fastest = estimate  # a search that stopped early may have missed it
+        if estimate.memory_bytes <= most_bytes:
+            roomy.append((simplicity(evaluator, estimate, known), estimate))
+    best = _simplest_near(roomy, fastest.step_s * (1 + within))
+    return best[1] if best else fastest
+
+
+def _simplest_near(
+    roomy: Iterable[tuple[Simplicity, Estimate]], longest_s: float
+) -> tuple[Simplicity, Estimate] | None:
+    near = (pair for pair in roomy if pair[1].step_s <= longest_s)
+    return min(near, key=lambda pair: pair[0], default=None)
 
 
 def _degrees(candidate: Candidate) -> int:
@@ -96,10 +105,10 @@ def _degrees(candidate: Candidate) -> int:
     return sum(degree > 1 for degree in (parallel.tp, parallel.cp, parallel.pp, parallel.ep))
 
 
-def _by_rank(
+def _simplest_first(
     evaluator: Evaluator, rows: Sequence[Rows], known: Collection[Strategy], longest_s: float, most_bytes: float
-) -> Iterator[tuple[Rank, Candidate]]:
-    """Candidates that may be near, by rising lower bound of their rank."""
+) -> Iterator[tuple[Simplicity, Candidate]]:
+    """Candidates that may be near, by rising lower bound of `simplicity`."""
     step_bytes = evaluator.cluster.device.memory_bytes / _STEPS
     columns: list[Integers] = []
     for index, some in enumerate(rows):
@@ -113,8 +122,8 @@ def _by_rank(
     every = every[:, np.lexsort(every[3::-1])]
     for criteria, group in groupby(every.T.tolist(), key=lambda column: column[:4]):
         candidates = [rows[index].candidate(place) for *_, index, place in group]
-        ranks = [(_degrees(each), *criteria, each.strategy not in known, each.bound_s) for each in candidates]
-        yield from sorted(zip(ranks, candidates, strict=True), key=lambda pair: pair[0])
+        bounds = [(_degrees(each), *criteria, each.strategy not in known, each.bound_s) for each in candidates]
+        yield from sorted(zip(bounds, candidates, strict=True), key=lambda pair: pair[0])
 
 
 def one_of_each_kind(evaluator: Evaluator, estimates: Iterable[Estimate]) -> list[Estimate]:
