@@ -43,6 +43,8 @@ class Constants:
         node_passes, card_passes: through a device's memory, of what a rank sends inside a node and over a network.
         multiprocessors: of a device that states none.
         host_issue_s: of the host for a transfer of a unit; `simulator.clock` says when that is seen.
+        host_copy_bytes_per_s: between a device and its host's memory, in one direction.
+        host_memory_bytes_per_s: of a host's memory, as an optimizer's step there reaches it.
         host_ahead_s: of the host, for what it can have issued before the device gets there.
         context_bytes: of the driver's context and libraries.
         communicator_bytes: of one communicator's buffers.
@@ -73,6 +75,8 @@ class Constants:
     card_passes: float
     multiprocessors: float
     host_issue_s: float
+    host_copy_bytes_per_s: float
+    host_memory_bytes_per_s: float
     host_ahead_s: float
     context_bytes: float
     communicator_bytes: float

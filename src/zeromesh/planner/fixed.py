@@ -13,7 +13,7 @@ from zeromesh.planner.search import bounded
 from zeromesh.planner.space import STAGES, Block
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import DEFAULT_MARGIN, Mechanics
-from zeromesh.strategy import Layout, Strategy
+from zeromesh.strategy import Layout, Stage, Strategy
 
 
 def simulate_strategy(
@@ -124,6 +124,7 @@ def _one_row(layout: Layout) -> Block:
     levels = [name for name, _ in layout.mesh]
     sizes = [[np.ones(1, dtype=np.int64) for _ in STAGES] for _ in levels]
     for axis in layout.axes:
-        sizes[levels.index(axis.mesh_axis)][STAGES.index(axis.stage)] *= axis.size
+        stage = Stage(axis.stage.value.replace("h", "k"))  # sends the same
+        sizes[levels.index(axis.mesh_axis)][STAGES.index(stage)] *= axis.size
     nothing = np.zeros(1, dtype=np.int64)
     return Block(indices=tuple(nothing for _ in levels), sizes=tuple(tuple(level) for level in sizes))

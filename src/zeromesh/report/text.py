@@ -60,6 +60,8 @@ def _details(console: Console, choice: Choice) -> None:
     simulation = choice.simulation
     memory = ", ".join(f"{kind} {format_bytes(value)}" for kind, value in simulation.memory.as_dict().items())
     console.print(Text(f"memory per device: {memory} (usable {format_bytes(simulation.memory_limit_bytes)})"))
+    if simulation.host_memory_bytes:
+        console.print(Text(f"memory of its host: {format_bytes(simulation.host_memory_bytes)} per device"))
     console.print(
         Text(
             f"computes {format_seconds(simulation.compute_s, digits=4)}, waits for communication "

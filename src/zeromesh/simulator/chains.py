@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from math import prod
@@ -12,10 +12,11 @@ from zeromesh.collectives import ByLevel
 from zeromesh.cost.collective import CollectiveCost, Operation, costs_of, one_after_another
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.schedule import BufferLayout, LaneKind, Route, Schedule, Shipment, Transfer
-from zeromesh.schedule.transfer import wire_bytes
+from zeromesh.schedule.transfer import COPIES, Copying, wire_bytes
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import Work
 from zeromesh.strategy import Axis, Collective
+from zeromesh.strategy.stage import HOST
 from zeromesh.wires import coded
 
 
@@ -49,6 +50,17 @@ class Chains:
     def reduce_boundary(self, unit: int) -> tuple[Work, ...]:
         """Reductions to the state shard."""
         return self._get("boundary", unit)
+
+    def copied(self, unit: int, steps: Iterable[Transfer | None]) -> dict[Copying, tuple[Work, ...]]:
+        """Those of `steps` that are copies to and from the host, by direction."""
+        found: dict[Copying, tuple[Work, ...]] = {"up": (), "down": ()}
+        for step in steps:
+            if step is not None and step.operation in COPIES:
+                operation = step.operation
+                seconds = step.sent_bytes / self.model.constants.host_copy_bytes_per_s
+                work = Work(f"copy {operation}", (HOST,), CollectiveCost(seconds=seconds), (float(step.sent_bytes),))
+                found[operation] = (*found[operation], work)
+        return found
 
     def shipped(self, shipments: Sequence[Shipment]) -> tuple[Work, ...]:
         """The work of sending to the owners of whole tensors, or back."""

@@ -57,6 +57,9 @@ ABREAST = HostSeconds(0.0, 0.0)
 """Issuing takes no time."""
 
 
+_Routes = Literal["refresh", "unshard", "from_kept"]
+
+
 class ClockBackend:
     """Carries out ops by letting a virtual clock run. Ticket: the job.
 
@@ -101,10 +104,11 @@ class ClockBackend:
     # ---- schedule.Backend
 
     def refresh(self, unit: int) -> Job | None:
-        return self._submit("refresh", unit, self.chains.refresh(unit), None)
+        return self._beside_copies("refresh", unit, self.chains.refresh(unit), "refresh", None)
 
     def unshard(self, unit: int, *, from_kept: bool, after: Job | None) -> Job | None:
-        job = self._submit("unshard", unit, self.chains.unshard(unit, from_kept=from_kept), after)
+        route: _Routes = "from_kept" if from_kept else "unshard"
+        job = self._beside_copies("unshard", unit, self.chains.unshard(unit, from_kept=from_kept), route, after)
         if job is not None and not self.mechanics.overlap_gather:
             self._let_end(job)
         return job
@@ -120,6 +124,8 @@ class ClockBackend:
         if self.mechanics.lane("reduce") == self.mechanics.lane("boundary"):
             micro, boundary = micro + boundary, ()
         first = self._submit("reduce", unit, micro, after)
+        if self.chains.schedule.memory.host is not None:
+            return self._reduce_beside_copies(unit, reduction, boundary, first, after)
         last = self._submit("boundary", unit, boundary, first or after) or first
         if last is not None:
             self._reducing[unit] = last
@@ -217,6 +223,34 @@ class ClockBackend:
         kind = "reduce" if lane == "boundary" else lane  # one reduction, in two lanes
         job = Job(chain, unit, self.micro_batch, kind, None if after and after.done_s is not None else after)
         return self._issue(job, lane if lane == "within" else self.mechanics.lane(lane))
+
+    def _beside_copies(
+        self, lane: LaneKind, unit: int, chain: tuple[Work, ...], route: _Routes, after: Job | None
+    ) -> Job | None:
+        """A gather, with its copies up before it and down behind it."""
+        if self.chains.schedule.memory.host is None:
+            return self._submit(lane, unit, chain, after)
+        routes = [p.from_kept if route == "from_kept" else p.routes[route] for p in self.chains.schedule.placed[unit]]
+        copies = self.chains.copied(unit, (step for each in routes for step in (each.up, each.down)))
+        up, down = copies["up"], copies["down"]
+        if any(each.passing for each in routes):  # through memory of the lane
+            return self._submit(lane, unit, (*up, *chain, *down), after)
+        first = self._submit("up", unit, up, after)
+        last = self._submit(lane, unit, chain, first or after) or first
+        return self._submit("down", unit, down, last or after) or last
+
+    def _reduce_beside_copies(
+        self, unit: int, reduction: Reduction, boundary: tuple[Work, ...], first: Job | None, after: Job | None
+    ) -> Reducing[Job]:
+        trained = [placed for placed in self.chains.schedule.placed[unit] if placed.buffer.trainable]
+        kinds = {"micro": reduction.micro, "accumulate": reduction.accumulate, "boundary": reduction.boundary}
+        copies = self.chains.copied(unit, (step for placed in trained for step in placed.grad_steps(**kinds)))
+        last = self._submit("up", unit, copies["up"], first or after) or first
+        last = self._submit("boundary", unit, boundary, last or after) or last
+        last = self._submit("down", unit, copies["down"], last or after) or last
+        if last is not None:
+            self._reducing[unit] = last
+        return Reducing(last if any("grads" in placed.on_host_kinds for placed in trained) else first, last)
 
     def _defer(self, unit: int, micro: tuple[Work, ...], boundary: tuple[Work, ...], after: Job | None) -> Job:
         first = self._submit("reduce", unit, micro, after)

@@ -34,14 +34,21 @@ class MemoryBytes:
         return {name: getattr(self, name) for name in names}
 
 
-def optimizer_bytes(schedule: Schedule) -> float:
-    """The master copy, where it is not the compute copy, and two moments of its size, on one device."""
+def optimizer_bytes(schedule: Schedule, *, on_host: bool = False) -> float:
+    """The master copy, where it is not the compute copy, and two moments of its size, on one device or its host."""
     states = 0.0
     for placed in (placed for unit in schedule.placed for placed in unit):
         dtype = placed.buffer.master_dtype
-        if dtype is not None:
+        if dtype is not None and ("master" in placed.on_host_kinds) == on_host:
             states += MOMENTS * placed.numel(placed.layout.significant) * ITEM_BYTES[dtype]
-    return schedule.memory.master_bytes + states
+    plan = schedule.memory.host if on_host else schedule.memory
+    return states + (0 if plan is None else plan.master_bytes)
+
+
+def host_bytes(schedule: Schedule) -> float:
+    """All that one rank keeps in its host's memory."""
+    plan = schedule.memory.host
+    return 0.0 if plan is None else plan.total_bytes - plan.master_bytes + optimizer_bytes(schedule, on_host=True)
 
 
 def state_elements(schedule: Schedule) -> float:

@@ -97,6 +97,7 @@ class Simulation:
         exposed: (axes, collective, seconds), longest first.
         memory: at the peak.
         memory_limit_bytes: of the device, the margin off.
+        host_memory_bytes: that each device's rank keeps in its host's memory.
         axes: traffic by axis, those inside the model last.
         owners: of each optimizer that steps by owners.
         ranks: of a pipeline, one of each kind.
@@ -120,6 +121,7 @@ class Simulation:
     owners: tuple[OwnersShare, ...] = ()
     ranks: tuple[PipelineRank, ...] = ()
     trace: Trace | None = None
+    host_memory_bytes: float = 0.0
 
     @property
     def named(self) -> str:
@@ -163,6 +165,7 @@ class Simulation:
             "exposed_comm_s": self.exposed_comm_s,
             "exposed": [{"axis": axis, "collective": name, "seconds": s} for axis, name, s in self.exposed],
             "memory_bytes": self.memory.as_dict(),
+            "host_memory_bytes": self.host_memory_bytes,
             "fits": self.fits,
             "axes": [
                 {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TypeVar
 
 from zeromesh.cluster import Cluster
@@ -31,7 +32,7 @@ from zeromesh.simulator.computation import (
 )
 from zeromesh.simulator.division import Division, Part
 from zeromesh.simulator.mechanics import Mechanics, find_engine
-from zeromesh.simulator.memory import Activations, MemoryBytes, memory_bytes, step_bytes, unreduced_bytes
+from zeromesh.simulator.memory import Activations, MemoryBytes, host_bytes, memory_bytes, step_bytes, unreduced_bytes
 from zeromesh.simulator.network import Job
 from zeromesh.simulator.owned import OwnedTensors, owned_tensors
 from zeromesh.simulator.result import AxisTraffic, PipelineRank, Simulation
@@ -174,7 +175,7 @@ class Setup:
         model, cluster = part.model, division.cluster
         mechanics.check_products(model)
         asked = Strategy.parse(strategy, [name for name, _ in cluster.axes])
-        _require_on_device(asked)
+        _require_on_device(asked, mechanics, workload)
         _require_parts(asked, workload, mechanics)
         layouts = layouts_of(mechanics.carried_out(asked), cluster.axes, {})
         whole = all(layout.degree(layout.param_axes) == 1 for layout in layouts.values())
@@ -312,19 +313,41 @@ class Setup:
         return self.memory(max(activations.peak, stepping))
 
     def optimizer_seconds(self) -> float:
-        trained = [placed for unit in self.schedule.placed for placed in unit if placed.buffer.trainable]
-        sliced = sum(each.buffer.numel / each.layout.degree(each.layout.significant) for each in trained)
+        """On the device."""
         layout = self.schedule.layout
         owned = sum(each.numel for each in self.owned) / layout.degree(layout.significant)
-        return self.compute.optimizer(sliced - owned)
+        return self.compute.optimizer(self._sliced(on_host=False) - owned)
+
+    def host_step_seconds(self) -> float:
+        """On the host, whose memory the devices of a machine share: those of the level called `node`, or of the
+        innermost one."""
+        names = [name for name, _ in self.cluster.axes]
+        inside = names.index("node") + 1 if "node" in names else 1
+        ranks = prod(size for _, size in self.cluster.axes[:inside]) * self.division.parallel.tp
+        moved = self._sliced(on_host=True) * self.constants.optimizer_bytes * ranks
+        return float(moved / self.constants.host_memory_bytes_per_s)
+
+    def _sliced(self, *, on_host: bool) -> float:
+        """Trained elements of a rank's state shards in one place, without padding."""
+        every = (placed for unit in self.schedule.placed for placed in unit if placed.buffer.trainable)
+        own = (placed for placed in every if ("master" in placed.on_host_kinds) == on_host)
+        return sum(each.buffer.numel / each.layout.degree(each.layout.significant) for each in own)
 
 
-def _require_on_device(strategy: Strategy) -> None:
-    terms = [axis for each in (strategy, *dict(strategy.parts).values()) for axis in each.axes]
-    if strategy.host is not Stage.ZERO or any(axis.stage.hosted for axis in terms):
+def _require_on_device(strategy: Strategy, mechanics: Mechanics, workload: FixedWorkload) -> None:
+    """Raises NotationError for shards on the host beside what keeps none there."""
+    every = (strategy, *dict(strategy.parts).values())
+    hosted = any(each.host is not Stage.ZERO or any(axis.stage.hosted for axis in each.axes) for each in every)
+    others = {
+        f"engine {mechanics.name}": mechanics.name != "zeromesh",
+        "a pipeline": workload.parallel.pp > 1,
+        "optimizers that step by owners": workload.optimizer == "muon" or workload.ownership == "owners",
+    }
+    named = [name for name, there in others.items() if there]
+    if hosted and named:
         raise NotationError(
-            f"{strategy} keeps shards in the host's memory, which zm.shard runs and whose time is not predicted yet: "
-            f"leave {HOST}= out, and write k for h"
+            f"{strategy} keeps shards in the host's memory, which is not predicted for {' and '.join(named)}: leave "
+            f"{HOST}= and h out"
         )
 
 
@@ -373,6 +396,8 @@ class Step:
         for buckets in self.setup.schedule.buckets:
             BucketSteps[Bucket, Job]().step(self.backend, buckets)
         self.backend.compute("optimizer", -1, self.setup.optimizer_seconds())
+        if self.setup.schedule.memory.host is not None:
+            self.backend.idle(HOST, "optimizer", self.setup.host_step_seconds())
         self.step_s = self.backend.now_s + skipped_s
         totals = self.backend.totals
         for later, earlier, times in skipped:
@@ -474,6 +499,7 @@ def _result(setup: Setup, step: Step, totals: Totals, memory_margin: float) -> S
         exposed=tuple(exposed),
         memory=memory,
         memory_limit_bytes=cluster.device.memory_bytes * (1 - memory_margin),
+        host_memory_bytes=host_bytes(setup.schedule),
         axes=tuple(
             AxisTraffic(
                 axis=axis.name,
