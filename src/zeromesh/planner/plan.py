@@ -8,20 +8,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zeromesh.cluster import Cluster
-from zeromesh.cost import Constants
-from zeromesh.errors import InputError
+from zeromesh.cost import Constants, default_constants
+from zeromesh.errors import InputError, NotationError
 from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.parallel import Parallel
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
 from zeromesh.planner.explain import Reason, compare, explain
 from zeromesh.planner.fixed import fastest as fastest_choices
 from zeromesh.planner.known import known_strategies
-from zeromesh.planner.search import Found, Options, search
+from zeromesh.planner.search import Found, NothingFitsError, Options, search
 from zeromesh.planner.simplest import WITHIN, one_of_each_kind, simplest
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import Mechanics
-from zeromesh.strategy import Plan, Strategy
+from zeromesh.strategy import Plan, Stage, Strategy
 from zeromesh.trace import Trace
+from zeromesh.units import format_bytes, format_seconds
 
 TRACED_MICRO_BATCHES = 4
 """Micro-batches shown in a timeline: the ones between are alike."""
@@ -160,15 +161,20 @@ def plan(
             return error
         return None
 
-    found, evaluator = search(
-        model,
-        cluster,
-        workload,
-        options=options,
-        engine=engine,
-        constants=constants,
-        refuses=refusal if emit else None,
-    )
+    try:
+        found, evaluator = search(
+            model,
+            cluster,
+            workload,
+            options=options,
+            engine=engine,
+            constants=constants,
+            refuses=refusal if emit else None,
+        )
+    except NothingFitsError as error:
+        evaluator = Evaluator(model, cluster, workload, engine, constants or default_constants(), options.memory_margin)
+        offer = None if emit else _on_host(evaluator, error.smallest)
+        raise NothingFitsError(f"{error}; {offer}", error.smallest) from None if offer else error
     parallel = found.best.candidate.parallel
     every = known_strategies(evaluator.division(parallel).cluster)
     known = [
@@ -207,6 +213,22 @@ def plan(
         seconds=time.perf_counter() - start,
         trace=traced(evaluator, best.candidate) if trace else None,
     )
+
+
+def _on_host(evaluator: Evaluator, smallest: Candidate) -> str | None:
+    """The least of the smallest layout's shards in the host's memory with which it fits, for a person."""
+    for stage in (Stage.ONE, Stage.TWO, Stage.THREE) if evaluator.mechanics.name == "zeromesh" else ():
+        strategy = replace(smallest.strategy, host=stage)
+        try:
+            simulation = evaluator.simulation(fastest_choices(evaluator, strategy, smallest.parallel)[0])
+        except NotationError:
+            return None
+        if simulation.fits:
+            return (
+                f"with shards in the host's memory {simulation.named} fits: {format_seconds(simulation.step_s)} a "
+                f"step, {format_bytes(simulation.host_memory_bytes)} of the host for each device"
+            )
+    return None
 
 
 def traced(evaluator: Evaluator, candidate: Candidate) -> Trace | None:

@@ -21,6 +21,7 @@ from zeromesh.errors import InputError, NotationError
 from zeromesh.model import ModelSpec, UnitSpec
 from zeromesh.schedule import Bucket, BucketSteps, Interpreter, Schedule, lent_axes
 from zeromesh.schedule.step import Phase, run_forward, run_micro_batch
+from zeromesh.schedule.transfer import HOST_AXIS
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ABREAST, ClockBackend, HostSeconds, Totals
 from zeromesh.simulator.computation import (
@@ -318,6 +319,10 @@ class Setup:
         owned = sum(each.numel for each in self.owned) / layout.degree(layout.significant)
         return self.compute.optimizer(self._sliced(on_host=False) - owned)
 
+    def stepping_seconds(self) -> float:
+        """On the device, then on the host."""
+        return self.optimizer_seconds() + self.host_step_seconds()
+
     def host_step_seconds(self) -> float:
         """On the host, whose memory the devices of a machine share: those of the level called `node`, or of the
         innermost one."""
@@ -507,7 +512,7 @@ def _result(setup: Setup, step: Step, totals: Totals, memory_margin: float) -> S
                 stage=axis.stage.value,
                 bytes_sent_per_device=totals.sent_bytes[axis.name],
             )
-            for axis in setup.schedule.axes
+            for axis in (*setup.schedule.axes, *([] if setup.schedule.memory.host is None else [HOST_AXIS]))
         )
         + tuple(
             AxisTraffic(

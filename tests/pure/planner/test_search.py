@@ -120,6 +120,18 @@ def test_nothing_fits_says_the_smallest_and_how_many_devices_would_do() -> None:
         search(small_model(), small_cluster(4, 4, memory_bytes=0.9e9), WORKLOAD)
 
 
+def test_where_nothing_fits_plan_says_what_the_host_s_memory_would_hold() -> None:
+    cluster = find_cluster("rtx4090-8x-10g").take(4)
+    workload = Workload(seq_len=2048, global_batch_tokens=1 << 16)
+    with pytest.raises(
+        NothingFitsError, match=r"host=1,node=3,cluster=0 fits: .* s a step, 30.3 GB of the host"
+    ) as error:
+        plan(preset("llama-7b"), cluster, workload)
+    assert str(error.value).startswith("llama-7b fits on 4 x RTX-4090")
+    (choice,) = simulate_choices(preset("llama-7b"), cluster, workload, Strategy.parse("host=1,node=3,cluster=0"))
+    assert choice.simulation.fits
+
+
 @pytest.mark.parametrize(
     ("tokens", "micro_batch", "message"),
     [

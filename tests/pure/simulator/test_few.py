@@ -65,7 +65,13 @@ def llama_divided(pp: int = 1) -> tuple[Division, FixedWorkload]:
 
 @pytest.mark.parametrize(
     ("strategy", "pp"),
-    [("node=1,cluster=0", 1), ("node=2,cluster=2", 1), ("node=3,cluster=1", 2), ("node=3,cluster=3k", 1)],
+    [
+        ("node=1,cluster=0", 1),
+        ("node=2,cluster=2", 1),
+        ("node=3,cluster=1", 2),
+        ("node=3,cluster=3k", 1),
+        ("host=1,node=2,cluster=1", 1),
+    ],
 )
 def test_few_blocks_tell_where_computation_is_the_bound(strategy: str, pp: int) -> None:
     """So that plans need not simulate all of them."""

@@ -39,6 +39,26 @@ def test_bytes_on_every_axis_are_the_schedules(strategy, recomputation):
     assert {a.axis: a.bytes_sent_per_device for a in simulated.axes} == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("strategy", ["host=1,node=3,cluster=1", "host=2,node=1,cluster=0", "host=3,node=3,cluster=3h"])
+def test_shards_in_the_host_s_memory(strategy):
+    """Bytes and memory are the schedule's; the step on the host is its memory's, which eight ranks share."""
+    cluster, workload = A800.take(16), work(3)
+    found, plain = (simulate(GPT2, cluster, each, workload) for each in (strategy, strategy.split(",", 1)[1]))
+    schedule = Schedule.of(Layout.of(strategy, cluster.axes), schedule_units(GPT2, workload)[0], messages=False)
+    lines = sent_bytes_per_axis(schedule, micro_batches=3)
+    sent = {axis.axis: axis.bytes_sent_per_device for axis in found.axes}
+    assert sent.pop("host") == pytest.approx(lines.pop("host up") + lines.pop("host down"))
+    assert sent == pytest.approx(lines)
+    trained = sum(p.padded for unit in schedule.placed for p in unit) / (8 if "cluster=0" in strategy else 16)
+    assert schedule.memory.host is not None
+    assert found.host_memory_bytes == schedule.memory.host.total_bytes + 2 * 4 * trained
+    assert found.memory.optimizer == 0 and found.memory.total < plain.memory.total
+    step = dict(((axes, name), seconds) for axes, name, seconds in found.exposed)["host", "optimizer"]
+    assert step == pytest.approx(30 * trained * 8 / 5e10, rel=1e-3)
+    with pytest.raises(NotationError, match="not predicted for engine fsdp"):
+        simulate(GPT2, cluster, strategy, workload, engine="fsdp")
+
+
 @pytest.mark.parametrize("recomputation", list(Recomputation))
 def test_what_comes_before_all_that_trains_has_no_backward(recomputation):
     """Its parameters are gathered in forwards alone."""
