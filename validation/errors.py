@@ -34,7 +34,7 @@ SOURCES = (
         of="step times of other engines",
         tables=(
             *("AMSP Table V", "AMSP Fig. 12", "AMSP MFU", "LLM Foundry, one node", "LLM Foundry, several nodes"),
-            "torchtitan",
+            *("torchtitan", "Megatron Bridge"),
         ),
     ),
     Source(
@@ -43,9 +43,14 @@ SOURCES = (
     ),
     Source(of="memory of other engines", tables=("torchtitan memory", "InternEvo memory", "Galvatron memory")),
     Source(
-        of="step times with cp relative to none, measured in fp8 and predicted in bf16",
+        of="step times with cp relative to none, in fp8",
         degrees=("cp",),
         tables=("torchtitan, cp over none",),
+    ),
+    Source(
+        of="step times of Llama in fp8 under Megatron",
+        degrees=("tp", "pp"),
+        tables=("Megatron Bridge, tp and pp",),
     ),
     Source(
         of="an all-to-all inside a node with nothing beside it",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from validation.row import Row
 from validation.tables.amsp import amsp_layout_rows, amsp_mfu_rows, amsp_rows
+from validation.tables.bridge import bridge_rows, symmetric_rows
 from validation.tables.cut import collective_rows, context_rows, galvatron_cut_rows, internevo_cut_rows
 from validation.tables.fsdp import foundry_rows, torchtitan_rows
 from validation.tables.memory import galvatron_rows, internevo_rows
@@ -26,4 +27,6 @@ SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
     "cut-collectives": collective_rows,
     "internevo-cut": internevo_cut_rows,
     "galvatron-cut": galvatron_cut_rows,
+    "bridge": bridge_rows,
+    "symmetric": symmetric_rows,
 }

@@ -98,7 +98,7 @@ def plan(
     changed = [(change, planner.what_if(hardware, change)) for change in what_if or ()]
     planned = search(hardware)
     then = [(change, search(cluster)) for change, cluster in changed]
-    ours = _of_all(planner.search(spec, hardware, work, options=options)) if other else None
+    ours = _of_all(planner.search(spec, hardware, work, options=options)) if other and not given.products else None
     if given.output is not None:
         shared.write(given.output, planned.plan.to_json())
     if given.report is not None:

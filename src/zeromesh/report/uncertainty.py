@@ -13,7 +13,7 @@ from importlib.resources import files
 
 from zeromesh.parallel import Parallel
 
-TIMED = ("cp",)
+TIMED = ("tp", "cp", "pp")
 """Degrees under which whole steps have been published."""
 
 

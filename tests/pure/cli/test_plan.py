@@ -182,7 +182,10 @@ def test_plan_and_simulate_take_degrees(zeromesh: Any, tmp_path: Path) -> None:
     arguments = ["--strategy", "node=3,cluster=1", "--tp", "4", "--pp", "2", "--report", page]
     code, out, _ = zeromesh("simulate", *base, *arguments)
     assert code == 0 and "tp=4,pp=2 (1f1b) node=3,cluster=1" in out and "ranks of the pipeline: 0: " in out
-    assert "tp, pp: no published step is at hand" in " ".join(out.split()) and "tp=4,pp=2 (1f1b)" in page.read_text()
+    assert (
+        "tp, pp: predicted step times of Llama in fp8 under Megatron" in " ".join(out.split())
+        and "tp=4,pp=2 (1f1b)" in page.read_text()
+    )
     code, out, _ = zeromesh("plan", *base, "--space", "full", "--cp", "1", "--pp", "4", "--emit", "fsdp2")
     assert code == 2
 
@@ -196,6 +199,9 @@ def test_kernels_change_the_step_and_the_answer_says_what_compiled_ones_take(zer
     assert code == 2 and "--kernels must be one of eager, compiled, liger, megatron; got 'inductor'" in error
     code, _, error = zeromesh(*once, "--products", "fp8")
     assert code == 2 and "name an engine that has it, fsdp" in error
+    of_fsdp = [*SMALL, "--cluster", "h100-8x-ndr", "--engine", "fsdp", "--json"]
+    steps = [json.loads(zeromesh("plan", *of_fsdp, *more)[1])["best"]["step_s"] for more in ((), ("--products", "fp8"))]
+    assert 0.5 < steps[1] / steps[0] < 1
 
 
 def test_tokens_may_have_a_prefix(zeromesh: Any) -> None:

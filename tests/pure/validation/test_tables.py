@@ -38,6 +38,8 @@ SOURCE_OF = {
     "Collectives of tp and ep": "cut-collectives",
     "InternEvo memory, tp and pp": "internevo-cut",
     "Galvatron memory, tp and pp": "galvatron-cut",
+    **dict.fromkeys(("Megatron Bridge", "Megatron Bridge, tp and pp"), "bridge"),
+    "Collectives of 8 H100": "symmetric",
 }
 
 
@@ -103,6 +105,9 @@ REACHED = {
     "Collectives of tp and ep": (0.139, 0.360),
     "InternEvo memory, tp and pp": (0.026, 0.139),
     "Galvatron memory, tp and pp": (0.038, 0.157),
+    "Megatron Bridge": (0.106, 0.179),
+    "Megatron Bridge, tp and pp": (0.258, 0.334),
+    "Collectives of 8 H100": (1.348, 2.989),
 }
 
 
@@ -184,9 +189,9 @@ def test_assumptions_are_complete():
     time, ratio, memory, *_ = published_errors()
     assert [*uncertainty_lines(WHOLE)] == [str(time), str(ratio), str(memory)]
     assert str(time).startswith("predicted step times of other engines: ") and time.rows > 100
-    lines = list(uncertainty_lines(Parallel(tp=2, cp=2)))
-    assert lines[0] == "tp: no published step is at hand, so the error of these seconds is not known"
-    assert [line.partition(":")[0] for line in lines[1:]] == ["cp", "tp", "tp"]
+    lines = list(uncertainty_lines(Parallel(ep=2, cp=2)))
+    assert lines[0] == "ep: no published step is at hand, so the error of these seconds is not known"
+    assert [line.partition(":")[0] for line in lines[1:]] == ["cp", "ep"]
 
 
 def test_the_page_shows_every_table_and_row(tables):
