@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -125,12 +126,12 @@ def plan(
         from zeromesh.report import print_plan
 
         if calibration:
-            print(calibration.describe())
+            shared.tell(calibration.describe(), sys.stdout)
         print_plan(planned, then)
         if sentence := given.compiled(spec, hardware, work, planned.best):
-            print(sentence)
+            shared.tell(sentence, sys.stdout)
         if ours:
-            print(compared)
+            shared.tell(compared, sys.stdout)
 
 
 def _of_all(searched: tuple[Found, Evaluator]) -> Choice:

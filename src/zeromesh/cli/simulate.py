@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -80,9 +81,9 @@ def simulate(
         from zeromesh.report import print_simulation
 
         if calibration:
-            print(calibration.describe())
+            shared.tell(calibration.describe(), sys.stdout)
         print_simulation(choices, hardware)
         if sentence := given.compiled(spec, hardware, work, chosen):
-            print(sentence)
+            shared.tell(sentence, sys.stdout)
     if not chosen.simulation.fits:
         raise typer.Exit(1)

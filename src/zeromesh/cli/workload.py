@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
 
 import typer
 
@@ -230,15 +230,16 @@ def check_top(top: int) -> None:
         raise InputError(f"--top must be at least 1, got {top}")
 
 
-def tell(text: str) -> None:
-    """Prints to stderr; where that is a terminal, no word is broken at its edge."""
-    if sys.stderr.isatty():
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Prints to a stream, by default stderr; where that is a terminal, no word is broken at its edge."""
+    stream = stream or sys.stderr
+    if stream.isatty():
         width = shutil.get_terminal_size().columns
         lines = (
             textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n")
         )
         text = "\n".join("\n".join(wrapped) for wrapped in lines)
-    print(text, file=sys.stderr)
+    print(text, file=stream)
 
 
 def write(path: Path, text: str) -> None:
