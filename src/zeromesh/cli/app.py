@@ -101,7 +101,7 @@ def run(command: Callable[[], object]) -> None:
     try:
         command()
     except InputError as error:
-        tell(f"zeromesh: {error}")
+        tell(f"zeromesh: {error}", sys.stderr)
         sys.exit(EXIT_INPUT)
     except InternalError:
         raise
@@ -110,7 +110,7 @@ def run(command: Callable[[], object]) -> None:
 
         # Ranks that another launcher has started are told apart.
         who = f"rank {os.environ['RANK']} failed: " if "RANK" in os.environ else ""
-        tell(f"zeromesh: {who}{error}")
+        tell(f"zeromesh: {who}{error}", sys.stderr)
         end_process(1)
 
 

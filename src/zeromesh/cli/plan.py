@@ -99,7 +99,9 @@ def plan(
     changed = [(change, planner.what_if(hardware, change)) for change in what_if or ()]
     planned = search(hardware)
     then = [(change, search(cluster)) for change, cluster in changed]
-    ours = _of_all(planner.search(spec, hardware, work, options=options)) if other and not given.products else None
+    # zeromesh has no fp8 products to compare with.
+    compares = other and not given.products
+    ours = _of_all(planner.search(spec, hardware, work, options=options)) if compares else None
     if given.output is not None:
         shared.write(given.output, planned.plan.to_json())
     if given.report is not None:
@@ -112,8 +114,8 @@ def plan(
 
         print(EMITTERS[given.emit](planned.plan, spec))
         named = f"recommended for {given.emit}: {planned.best.simulation.named}"
-        for line in (named, *choice_lines(planned), *what_if_lines(planned, then), compared):
-            shared.tell(line)
+        for line in filter(None, (named, *choice_lines(planned), *what_if_lines(planned, then), compared)):
+            shared.tell(line, sys.stderr)
     elif given.as_json:
         beside = {"like": calibration, "zeromesh": ours}
         found = planned.to_json() | {key: value.to_json() for key, value in beside.items() if value is not None}
@@ -128,10 +130,8 @@ def plan(
         if calibration:
             shared.tell(calibration.describe(), sys.stdout)
         print_plan(planned, then)
-        if sentence := given.compiled(spec, hardware, work, planned.best):
+        for sentence in filter(None, (given.compiled(spec, hardware, work, planned.best), compared)):
             shared.tell(sentence, sys.stdout)
-        if ours:
-            shared.tell(compared, sys.stdout)
 
 
 def _of_all(searched: tuple[Found, Evaluator]) -> Choice:

@@ -118,7 +118,7 @@ class Described:
         dtype = found.device.matrix_dtype
         model = load_model(self.model, seq_len=self.seq_len, trainable=self.trainable, dtype=dtype, kernels=kernels)
         for sentence in model.assumed:
-            tell(f"{model.name}: {sentence}")
+            tell(f"{model.name}: {sentence}", sys.stderr)
         return model, found
 
     def compiled(self, spec: ModelSpec, hardware: Cluster, work: Workload, chosen: Choice) -> str:

@@ -189,7 +189,7 @@ def plan(
     best = found.best
     if within > 0:
         names = {each.strategy for each in known}
-        best = simplest(evaluator, found.ranked, found.rows, names, within, options.max_simulations)
+        best = simplest(evaluator, found, names, within, options.max_simulations)
         found = found.again(evaluator, options.wires)
     first = list(dict.fromkeys((best, found.best)))
     why = explain(evaluator, best.candidate, known)

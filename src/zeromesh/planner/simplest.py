@@ -22,7 +22,7 @@ from itertools import groupby
 import numpy as np
 
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
-from zeromesh.planner.search import Rows
+from zeromesh.planner.search import Found, Rows
 from zeromesh.planner.space import Integers
 from zeromesh.strategy import Layout, Strategy
 from zeromesh.strategy.collective import AUTO
@@ -58,8 +58,7 @@ def simplicity(evaluator: Evaluator, estimate: Estimate, known: Collection[Strat
 
 def simplest(
     evaluator: Evaluator,
-    fitting: Collection[Estimate],
-    rows: Sequence[Rows],
+    found: Found,
     known: Collection[Strategy],
     within: float,
     max_simulations: int | None,
@@ -67,18 +66,17 @@ def simplest(
     """The layout to recommend; the fastest itself where no candidate leaves enough memory free.
 
     Args:
-        evaluator: of the estimates; it remembers what is simulated here.
-        fitting: layouts that are known to fit.
-        rows: further ones, which may.
+        evaluator: of the search; it remembers what is simulated here.
+        found: by the search.
         known: strategies that people know by name.
         within: share of the fastest step that a simpler layout may take longer.
         max_simulations: simulated at most; None: as many as it takes to prove that no simpler layout is near.
     """
     most_bytes = min((1 - FREE) * evaluator.cluster.device.memory_bytes, evaluator.limit_bytes)
-    roomy = [(simplicity(evaluator, e, known), e) for e in fitting if e.memory_bytes <= most_bytes]
-    fastest = min(fitting, key=lambda estimate: estimate.step_s)
+    roomy = [(simplicity(evaluator, e, known), e) for e in found.ranked if e.memory_bytes <= most_bytes]
+    fastest = found.best
     simulated = 0
-    for least, candidate in _simplest_first(evaluator, rows, known, fastest.step_s * (1 + within), most_bytes):
+    for least, candidate in _simplest_first(evaluator, found.rows, known, fastest.step_s * (1 + within), most_bytes):
         best = _simplest_near(roomy, fastest.step_s * (1 + within))
         if simulated == max_simulations or (best and least >= best[0]):
             break

@@ -25,7 +25,7 @@ def print_plan(planned: Planned, then: Sequence[tuple[str, Planned]] = (), *, co
         f"[bold]{planned.model.name}[/bold] on {cluster.world} x {cluster.device.name} "
         f"({', '.join(f'{name} {size}' for name, size in cluster.axes)})"
     )
-    console.print(Text.assemble("recommended: ", (planned.best.simulation.named, "bold green")))
+    console.print(Text.assemble("recommended: ", (planned.best.simulation.named, "bold green")), soft_wrap=True)
     for line in (*choice_lines(planned), *what_if_lines(planned, then)):
         console.print(Text(line))
     _candidates(console, planned.candidates)
@@ -50,7 +50,7 @@ def print_simulation(choices: Sequence[Choice], cluster: Cluster, console: Conso
 
 def _candidates(console: Console, choices: Sequence[Choice]) -> None:
     for name, micro_batch, recompute, step, tokens, mfu, exposed, memory, fits in candidates_table(choices).rows:
-        console.print(Text(name, style="cyan"))
+        console.print(Text(name, style="cyan"), soft_wrap=True)  # a long name stays one word
         fitting = "" if fits == "yes" else ", does not fit"
         console.print(Text(f"  {step} a step, {tokens} tokens/s a device, MFU {mfu}, {exposed} exposed"))
         console.print(Text(f"  {memory}{fitting}; micro-batch {micro_batch}, recomputation {recompute}"))

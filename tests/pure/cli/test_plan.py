@@ -95,6 +95,24 @@ def test_simulate_writes_its_files_and_shows_what_does_not_fit(zeromesh: Any, tm
     assert step["memory_bytes"]["total"] > 80e9
 
 
+def test_plan_compares_with_what_another_network_or_engine_would_give(zeromesh: Any) -> None:
+    changes = ["--what-if", "cluster.bandwidth=2x", "--what-if", "node.latency=1 us,memory=141 GB"]
+    code, out, _ = zeromesh("plan", *SMALL, *changes, "--engine", "fsdp", "--json")
+    answer = json.loads(out)
+    assert code == 0 and [each["change"] for each in answer["what_if"]] == changes[1::2]
+    for step in (answer["zeromesh"], *(each[key] for each in answer["what_if"] for key in ("best", "fastest"))):
+        check_step(step)
+    code, out, err = zeromesh("plan", *SMALL, *changes[:2], "--emit", "fsdp2")
+    assert code == 0 and "fully_shard" in out
+    assert "recommended for fsdp2: node" in err and "what if cluster.bandwidth=2x: node" in err
+    assert "fsdp2 takes " in err and " than zeromesh with its fastest layout, " in err
+    fp8 = ["--cluster", "h100-8x-ndr", "--engine", "fsdp", "--products", "fp8"]  # zeromesh has no such products
+    code, out, _ = zeromesh("plan", *SMALL, *fp8)
+    assert code == 0 and "than zeromesh" not in out
+    code, _, err = zeromesh("plan", *SMALL, "--what-if", "rack.bandwidth=2x")
+    assert code == 2 and "--what-if changes node.bandwidth" in err
+
+
 def test_simulate_refuses_quantised_wires_where_asked_to(zeromesh: Any) -> None:
     base = ["simulate", *SMALL, "--strategy"]
     code, _, err = zeromesh(*base, "node=3@int8/,cluster=1", "--wire", "lossless")

@@ -43,7 +43,7 @@ def test_a_plain_layout_is_recommended_where_split_ones_gain_little(planned: Pla
     assert planned.plan.strategy == planned.best.candidate.strategy
     first, error, network = choice_lines(planned)
     assert first.startswith(f"fastest: {planned.fastest.simulation.named}; it is ") and "more memory" in first
-    assert error.startswith("both step times are predictions, which were 4.2% off at the median of ")
+    assert error.startswith("both step times are predictions, which were ") and "% off at the median of " in error
     assert network.endswith("% of the step is computation: any of these layouts will do")
     # Candidates are of different kinds.
     shown = [choice.candidate for choice in planned.candidates]
@@ -56,7 +56,7 @@ def test_a_plain_layout_is_recommended_where_split_ones_gain_little(planned: Pla
 def test_what_a_shorter_or_longer_step_may_take(planned: Planned) -> None:
     exact = plan(MODEL, CLUSTER, WORK, within=0)
     assert exact.best.candidate == exact.fastest.candidate
-    assert choice_lines(exact)[0].startswith("the step time is a prediction; such were 4.2% off")
+    assert choice_lines(exact)[0].startswith("the step time is a prediction; such were ")
     # Both layouts fit and are as fast; only how far each level is cut, memory, stages and the name decide.
     wider = plan(MODEL, CLUSTER, WORK, within=0.5)
     assert wider.best.simulation.memory.total <= planned.best.simulation.memory.total
