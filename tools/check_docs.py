@@ -90,7 +90,7 @@ def execute(python: str, output: Path) -> None:
 
 
 def python_failure(python: str, directory: Path) -> str:
-    """What a page's Python printed, if it failed; empty if it did not."""
+    """The output of a page's Python, if it failed; empty if it did not."""
     output = directory / ".output"
     process = FORKS.Process(target=execute, args=(python, output))
     process.start()
