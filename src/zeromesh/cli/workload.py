@@ -230,9 +230,8 @@ def check_top(top: int) -> None:
         raise InputError(f"--top must be at least 1, got {top}")
 
 
-def tell(text: str, stream: TextIO | None = None) -> None:
-    """Prints to a stream, by default stderr; where that is a terminal, no word is broken at its edge."""
-    stream = stream or sys.stderr
+def tell(text: str, stream: TextIO) -> None:
+    """Prints lines; where `stream` is a terminal, no word is broken at its edge."""
     if stream.isatty():
         width = shutil.get_terminal_size().columns
         lines = (
