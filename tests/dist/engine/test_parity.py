@@ -76,7 +76,7 @@ def test_any_mix_over_any_stage_of_the_host(host, strategy, case):
 @pytest.mark.parametrize(
     ("case", "strategies"),
     [
-        (Case(optimizer="sgd", precision="fp32", clip=None), EACH),
+        (Case(optimizer="sgd", precision="fp32", clip=None), EACH[::2]),
         # In fp32 and of wires in bf16, kept copies change no bit: below.
         (Case(optimizer="both", precision="fp32", steps=1), EACH[1::2]),
         (Case(optimizer="both", precision="bf16", steps=1), EACH[1:3] + EACH_KEPT),
@@ -160,8 +160,7 @@ def test_the_place_of_shards_changes_no_bit():
 def test_the_number_of_reduce_slots_changes_no_bit():
     for strategy in ("node=2,cluster=0;prefetch=3", "node=3,cluster=3d"):
         found = []
-        for num in (1, 2, 3):
+        for num in (1, 3):
             with mock.patch.object(memory, "REDUCE_SLOTS", num):
                 found.append(trained(strategy, Case(optimizer="both", precision="fp32"), 2, 2))
-        for other in found[1:]:
-            require_same(strategy, other, found[0])
+        require_same(strategy, *found)
