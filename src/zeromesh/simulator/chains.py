@@ -51,14 +51,14 @@ class Chains:
         """Reductions to the state shard."""
         return self._get("boundary", unit)
 
-    def copied(self, unit: int, steps: Iterable[Transfer | None]) -> dict[Copying, tuple[Work, ...]]:
-        """Those of `steps` that are copies to and from the host, by direction."""
+    def copied(self, kind: str, steps: Iterable[Transfer | None]) -> dict[Copying, tuple[Work, ...]]:
+        """Those of `steps` that are copies to and from the host, by direction; `kind` is that of their chain."""
         found: dict[Copying, tuple[Work, ...]] = {"up": (), "down": ()}
         for step in steps:
             if step is not None and step.operation in COPIES:
                 operation = step.operation
                 seconds = step.sent_bytes / self.model.constants.host_copy_bytes_per_s
-                work = Work(f"copy {operation}", (HOST,), CollectiveCost(seconds=seconds), (float(step.sent_bytes),))
+                work = Work(f"{kind} {operation}", (HOST,), CollectiveCost(seconds=seconds), (float(step.sent_bytes),))
                 found[operation] = (*found[operation], work)
         return found
 

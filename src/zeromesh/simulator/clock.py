@@ -231,7 +231,7 @@ class ClockBackend:
         if self.chains.schedule.memory.host is None:
             return self._submit(lane, unit, chain, after)
         routes = [p.from_kept if route == "from_kept" else p.routes[route] for p in self.chains.schedule.placed[unit]]
-        copies = self.chains.copied(unit, (step for each in routes for step in (each.up, each.down)))
+        copies = self.chains.copied(lane, (step for each in routes for step in (each.up, each.down)))
         up, down = copies["up"], copies["down"]
         if any(each.passing for each in routes):  # through memory of the lane
             return self._submit(lane, unit, (*up, *chain, *down), after)
@@ -244,7 +244,7 @@ class ClockBackend:
     ) -> Reducing[Job]:
         trained = [placed for placed in self.chains.schedule.placed[unit] if placed.buffer.trainable]
         kinds = {"micro": reduction.micro, "accumulate": reduction.accumulate, "boundary": reduction.boundary}
-        copies = self.chains.copied(unit, (step for placed in trained for step in placed.grad_steps(**kinds)))
+        copies = self.chains.copied("reduce", (step for placed in trained for step in placed.grad_steps(**kinds)))
         last = self._submit("up", unit, copies["up"], first or after) or first
         last = self._submit("boundary", unit, boundary, last or after) or last
         last = self._submit("down", unit, copies["down"], last or after) or last

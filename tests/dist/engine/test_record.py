@@ -32,9 +32,9 @@ Call = tuple[str, str | None, int, str | None, float]
 """Name, unit, micro-batch, axis, bytes."""
 
 BF16 = Case(precision="bf16-wire")
-# The simulator has no events of the link to the host yet.
-PLAIN = [strategy for strategy in LOSSLESS if not strategy.startswith("host=")][::3]
-CASES = dict.fromkeys([*PLAIN, "node=3,cluster=3k;prefetch=3"], Case(precision="fp32", micro_batches=1)) | {
+CASES = dict.fromkeys(
+    [*LOSSLESS[::3], "host=2,node=1,cluster=1", "node=3,cluster=3k;prefetch=3"], Case(precision="fp32", micro_batches=1)
+) | {
     "node=3,cluster=1": BF16,  # there an all-reduce is two exchanges, and one event
     "node=3,cluster=1;overlap=none": BF16,
     "node=1,cluster=3;overlap=gather": BF16,
