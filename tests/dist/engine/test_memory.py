@@ -274,7 +274,8 @@ def test_originals_are_freed_by_sharding():
 
 @on_ranks(2)
 def test_more_than_the_machine_has_is_refused_before_the_model_is_touched():
-    model, before = Net(), dict(Net().named_parameters())
+    model = Net()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
     said = pytest.raises(ModelError, match=r"2 rank\(s\) of this machine would keep .* lower stage than host=2")
     with mock.patch("zeromesh.engine.build.available_memory_bytes", lambda: 1000), said:
         zm.shard(model, mesh_of(2), "host=2,node=3")
