@@ -91,7 +91,7 @@ def _rate(entry: tuple[tuple[str, str], ...], products: str, recomputation: str)
 
 
 def _cluster(row: dict[str, str]) -> Cluster:
-    """Of a rack of 72, jobs of several racks use 64 each."""
+    """Jobs of several racks use 64 of the 72 of each."""
     found, gpus = cluster_preset(_CLUSTERS[row["system"]]), int(row["gpus"])
     first, *others = found.levels
     if first.size == 72 and gpus > 64:
