@@ -12,6 +12,7 @@ from zeromesh.cluster import Cluster
 from zeromesh.planner import Choice, Planned
 from zeromesh.report.build import candidates_table, choice_lines, search_note, traffic_table, trust_lines, what_if_lines
 from zeromesh.report.page import Table
+from zeromesh.strategy.stage import HOST
 from zeromesh.units import format_bytes, format_seconds
 
 _COLOURS = {"chosen": "green", "slower": "yellow", "excluded": "red"}
@@ -70,9 +71,10 @@ def _details(console: Console, choice: Choice) -> None:
     )
     console.print("traffic per device and step:")
     for axis, size, stage, sent, exposed in traffic_table(choice).rows:
-        if size == "1":
+        if size == "1" and axis != HOST:
             continue
         ranks = f" ({size} ranks{f', stage {stage}' if stage else ''}): {sent} sent," if size else ":"
+        ranks = f": {sent} copied, and the step there," if axis == HOST else ranks
         console.print(Text(f"  {axis}{ranks} {exposed} exposed"))
     for line in (*simulation.notes(), *trust_lines(simulation)):
         console.print(Text(line))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,13 @@ def test_simulate_writes_its_files_and_shows_what_does_not_fit(zeromesh: Any, tm
     step = json.loads(out)
     assert (code, step["fits"]) == (1, False)
     assert step["memory_bytes"]["total"] > 80e9
+
+
+def test_simulate_says_what_lies_on_the_host_and_what_is_copied(zeromesh):
+    base = ("--model", "llama-7b", "--cluster", "rtx4090-8x-10g", "--world", "4", "--seq-len", "2048")
+    code, out, _ = zeromesh("simulate", *base, "--global-batch-tokens", "64Ki", "--strategy", "host=1,node=3")
+    assert code == 0 and "optimizer 0 B" in out and "memory of its host: 30.3 GB per device" in out
+    assert re.search(r"host: [\d.]+ GB copied, and the step there, [\d.]+ s exposed", out)
 
 
 def test_plan_compares_with_what_another_network_or_engine_would_give(zeromesh: Any) -> None:
