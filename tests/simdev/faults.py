@@ -62,20 +62,23 @@ def without_keeping() -> Iterator[None]:
         yield
 
 
+# Where a boundary follows a micro-batch's reduction, it comes after the computation by that; and so does a copy down.
+STARTS = {"boundary": "node=1,cluster=1", "up": "host=3,node=3,cluster=3", "down": "host=2,node=1,cluster=0"}
+ENDS = {"up": "host=3,node=3,cluster=3", "down": "host=2,node=1,cluster=0"}
+
 FAULTS: dict[str, tuple[str, Fault]] = {
     "a gather, before its parameters are used": ("node=3,cluster=1", partial(without_wait, "ticket")),
     "a reduction, before its slot is filled again": ("node=3,cluster=3", partial(without_wait, "taking")),
     "a reduction, before its sums are read": ("node=3,cluster=1", partial(without_wait, "reducing")),
     "a refresh, before its parameters are used": ("node=1,cluster=1", partial(without_wait, "refreshing")),
     "the lane before, on its way to the next": ("node=3,cluster=1", without_order_of_lanes),
-    # Where a boundary follows a micro-batch's reduction, it comes after the computation by that.
     **{
-        f"the computation, before {kind} reads it": (
-            "node=1,cluster=1" if kind == "boundary" else "node=3,cluster=1",
-            partial(without_start, kind),
-        )
+        f"the computation, before {kind} reads it": (STARTS.get(kind, "node=3,cluster=1"), partial(without_start, kind))
         for kind in LANES
     },
-    **{f"the end of a job of {kind}": ("node=3,cluster=1", partial(without_end, kind)) for kind in LANES},
+    **{
+        f"the end of a job of {kind}": (ENDS.get(kind, "node=3,cluster=1"), partial(without_end, kind))
+        for kind in LANES
+    },
 }
 """What is not waited for, with a strategy that needs it."""

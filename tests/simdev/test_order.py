@@ -76,6 +76,17 @@ def test_mixes_and_what_the_host_reads():
 
 
 @alone()
+def test_shards_in_the_host_s_memory():
+    """The host waits for its copies before it shows gradients and before it steps: for each direction, twice a step."""
+    simdev.counting_group(0, 4)
+    for strategy in ("host=1,node=3,cluster=1", "host=2,node=1,cluster=0", "host=3,node=3,cluster=2"):
+        require_ordered(strategy, CASE)
+    checker = require_ordered("host=3d,node=3,cluster=3h", CASE)
+    waits = [wait for wait in checker.host_waits if any("engine/backend.py" in line for line in wait.stack)]
+    assert 0 < len(waits) <= 2 * 2 * CASE.steps + 2, len(waits)
+
+
+@alone()
 def test_three_axes():
     simdev.counting_group(0, 8)
     for strategy in ("node=3,cluster=1,region=0", "node=3d,cluster=3,region=0", "node=2,cluster=3k,region=1"):

@@ -252,15 +252,19 @@ class _Stream(_Runner):
     def __init__(self, name: str, device: torch.device) -> None:
         super().__init__(name)
         self._stream = torch.Stream(device, priority=_HIGH)
+        self._used = False  # since the host has waited for it
 
     def put(self, job: Job, ticket: Ticket) -> None:
+        self._used = True
         self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
         with self._stream:
             error = self.run(job, ticket.label)
         ticket._finish(error, self._stream.record_event(), self._stream.device, job)
 
     def synchronize(self) -> None:
-        self._stream.synchronize()
+        if self._used:
+            self._stream.synchronize()
+        self._used = False
 
     def close(self) -> None:
         """Orders the caller's stream after the lane's jobs, since memory freed from now on is reused on that stream."""
