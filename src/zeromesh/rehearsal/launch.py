@@ -16,7 +16,8 @@ from zeromesh.errors import InputError, MeshError, RanksFailedError
 from zeromesh.launch.job import Job, make_job
 from zeromesh.launch.processes import local_launches, run_ranks
 from zeromesh.rehearsal.result import Rehearsal
-from zeromesh.train.config import TrainConfig, load_config
+from zeromesh.strategy import Strategy
+from zeromesh.train.config import AUTO, TrainConfig, load_config
 
 _TASK = "zeromesh.rehearsal.training:rehearse_rank"
 
@@ -44,6 +45,11 @@ def rehearse_config(
             raise MeshError(f"--rank: ranks of this mesh are 0 to {config.world - 1}, got {rank}")
     if config.cluster:
         config.hardware()
+    if config.strategy != AUTO and Strategy.parse(config.strategy, [*reversed(config.mesh)]).hosted:
+        raise InputError(
+            f"a rehearsal reserves a device's memory, and strategy {config.strategy} keeps shards in the host's: leave "
+            f"them on the device here, or ask zeromesh simulate for bytes and time"
+        )
     return [_rehearse(config, rank) for rank in dict.fromkeys(ranks)]
 
 

@@ -40,7 +40,7 @@ from zeromesh.simulator.result import AxisTraffic, PipelineRank, Simulation
 from zeromesh.simulator.steady import Repeats
 from zeromesh.simulator.units import schedule_units
 from zeromesh.simulator.workload import FixedWorkload
-from zeromesh.strategy import Stage, Strategy, layouts_of
+from zeromesh.strategy import Strategy, layouts_of
 from zeromesh.strategy.stage import HOST
 from zeromesh.trace import Trace
 
@@ -341,15 +341,13 @@ class Setup:
 
 def _require_on_device(strategy: Strategy, mechanics: Mechanics, workload: FixedWorkload) -> None:
     """Raises NotationError for shards on the host beside what keeps none there."""
-    every = (strategy, *dict(strategy.parts).values())
-    hosted = any(each.host is not Stage.ZERO or any(axis.stage.hosted for axis in each.axes) for each in every)
     others = {
         f"engine {mechanics.name}": mechanics.name != "zeromesh",
         "a pipeline": workload.parallel.pp > 1,
         "optimizers that step by owners": workload.optimizer == "muon" or workload.ownership == "owners",
     }
     named = [name for name, there in others.items() if there]
-    if hosted and named:
+    if strategy.hosted and named:
         raise NotationError(
             f"{strategy} keeps shards in the host's memory, which is not predicted for {' and '.join(named)}: leave "
             f"{HOST}= and h out"

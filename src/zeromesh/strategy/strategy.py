@@ -135,6 +135,12 @@ class Strategy:
         return tuple(name for name, _ in groupby(axis.name for axis in self.axes))
 
     @property
+    def hosted(self) -> bool:
+        """Whether anything lies in the host's memory, of parts too."""
+        own = self.host is not Stage.ZERO or any(axis.stage.hosted for axis in self.axes)
+        return own or any(strategy.hosted for _, strategy in self.parts)
+
+    @property
     def quantised(self) -> bool:
         return any(axis.wire.quantised for axis in self.axes)
 
