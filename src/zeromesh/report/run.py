@@ -279,27 +279,34 @@ def comparison(memory: Sequence[Sequence[MemoryLine]], traffic: Sequence[Sequenc
         traffic: lines of `zm.traffic_report`, by axis and rank.
     """
     held = {
-        KINDS.get(ranks[0].kind, ranks[0].kind): [(line.predicted_bytes, line.allocated_bytes) for line in ranks]
-        for ranks in memory
+        place: {
+            KINDS.get(ranks[0].kind, ranks[0].kind): [(line.predicted_bytes, line.allocated_bytes) for line in ranks]
+            for ranks in memory
+            if ranks[0].place == place
+        }
+        for place in ("device", "host")
     }
-    sent = {
-        f"{ranks[0].axis}: {ranks[0].size} ranks, stage {ranks[0].stage}": [
-            (line.predicted_bytes, line.sent_bytes) for line in ranks
-        ]
-        for ranks in traffic
-    }
+    sent = {_sender(ranks[0]): [(line.predicted_bytes, line.sent_bytes) for line in ranks] for ranks in traffic}
     devices = len(memory[0])
-    agree = all(predicted == measured for pairs in (*held.values(), *sent.values()) for predicted, measured in pairs)
+    every = (pairs for rows in (*held.values(), sent) for pairs in rows.values())
+    agree = all(predicted == measured for pairs in every for predicted, measured in pairs)
     verdict = f"agree on all {devices} devices" if agree else f"differ; the largest of {devices} devices is shown"
     return "\n".join(
         [
-            *_table("bytes of one device", "allocated", held),
+            *_table("bytes of one device", "allocated", held["device"]),
             "",
+            *([*_table("bytes of its host", "allocated", held["host"]), ""] if held["host"] else []),
             *_table("bytes one device sends a step, by axis", "counted", sent),
             "",
             f"predicted and measured {verdict}",
         ]
     )
+
+
+def _sender(line: TrafficLine) -> str:
+    if line.direction:
+        return f"{line.axis}: copied {line.direction}"
+    return f"{line.axis}: {line.size} ranks, stage {line.stage}"
 
 
 def _table(title: str, measured: str, rows: Mapping[str, Sequence[tuple[int, int]]]) -> list[str]:
@@ -312,6 +319,7 @@ def _table(title: str, measured: str, rows: Mapping[str, Sequence[tuple[int, int
 
 def _memory_chart(memory: Sequence[Sequence[MemoryLine]]) -> MemoryChart:
     """The device that holds most: predicted above allocated."""
+    memory = [ranks for ranks in memory if ranks[0].place == "device"]
     ranks = list(zip(*memory, strict=True))
     totals = [max(line.allocated_bytes for line in lines if line.kind == "total") for lines in ranks]
     rank = totals.index(max(totals))

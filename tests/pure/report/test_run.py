@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,19 @@ def test_lines_of_metrics(tmp_path: Path) -> None:
     assert table[2].split() == ["parameters", "60", "70"]
     assert table[-3] == f"{'node: 2 ranks, stage 3':<40} {5:>14} {5:>14}"
     assert table[-1] == "predicted and measured differ; the largest of 2 devices is shown"
+
+
+def test_the_table_has_the_host_s_memory_and_copies_apart() -> None:
+    hosted = [[replace(line, place="host", predicted_bytes=70) for line in ranks] for ranks in MEMORY]
+    line = TrafficLine(axis="host", size=1, stage="0", predicted_bytes=5, sent_bytes=5, collectives=1, direction="up")
+    table = comparison([*MEMORY, *hosted], [[line], [replace(line, direction="down", sent_bytes=7)]]).splitlines()
+    titles = [text.split("  ")[0] for text in table if text.startswith("bytes")]
+    assert titles == ["bytes of one device", "bytes of its host", "bytes one device sends a step, by axis"]
+    assert [text.split()[1:] for text in table if text.startswith("parameters")] == [["60", "70"], ["70", "70"]]
+    assert [text.split() for text in table if text.startswith("host")] == [
+        ["host:", "copied", "up", "5", "5"],
+        ["host:", "copied", "down", "5", "7"],
+    ]
 
 
 def test_resumed_run_drops_steps_it_will_repeat_and_a_line_cut_short(tmp_path: Path) -> None:
