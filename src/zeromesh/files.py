@@ -150,11 +150,11 @@ def available_memory_bytes() -> int | None:
         meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         found = [1024 * int(meminfo["MemAvailable"].split()[0])]
         own = Path("/proc/self/cgroup").read_text().partition("0::/")[2].split("\n")[0]
-    except (OSError, KeyError):
+        root = Path("/sys/fs/cgroup")
+        for group in (root / own, *(root / own).parents):
+            limit, current = group / "memory.max", group / "memory.current"
+            if limit.exists() and (most := limit.read_text().strip()) != "max":
+                found.append(int(most) - int(current.read_text()))
+    except (OSError, KeyError, ValueError):
         return None
-    root = Path("/sys/fs/cgroup")
-    for group in (root / own, *(root / own).parents):
-        limit, current = group / "memory.max", group / "memory.current"
-        if limit.exists() and (most := limit.read_text().strip()) != "max":
-            found.append(int(most) - int(current.read_text()))
     return max(0, min(found))

@@ -273,10 +273,6 @@ class Step:
     after: Copy | None = None
     accumulates: bool = False
 
-    def lane(self, chain: str) -> str:
-        """The kind of its lane, where its chain's is `chain`."""
-        return self.operation if self.aside else chain
-
     def run(self, accumulate: bool = False) -> None:
         if self.before is not None:
             self.before[0].copy_(self.before[1])

@@ -23,10 +23,12 @@ class HostLink:
 
     Args:
         name: in reports, beside those of axes.
+        arena: the host's memory, which stays registered as long as this lives; None if nothing lies there.
         record: is told of every copy; an observer for tests and byte counters.
     """
 
     name: str
+    arena: HostArena | None = None
     record: Callable[[Sent], None] = lambda sent: None
 
     def recorded(self, record: Callable[[Sent], None]) -> Callable[[Sent], None]:
@@ -69,7 +71,7 @@ class HostArena:
     without waiting, since it is registered: torch's own pinned memory comes in powers of two.
 
     Args:
-        num_bytes: of all that will be taken.
+        num_bytes: of all that will be taken; at least 1.
         device: that it is copied to and from.
 
     Raises:
@@ -77,20 +79,18 @@ class HostArena:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        pinned = device.type not in ("cpu", "cuda")
-        if pinned or not num_bytes:
-            self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned and num_bytes > 0)
+        if device.type not in ("cpu", "cuda"):
+            self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         else:  # an anonymous mapping is of zeros, and takes no memory before it is written to
             self.memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
         self._taken = 0
-        if device.type == "cuda" and num_bytes:
+        if device.type == "cuda":
             code = int(_cudart().cudaHostRegister(self.memory.data_ptr(), num_bytes, 0))
             if code:
                 raise CommunicationError(
                     f"CUDA cannot register {num_bytes} bytes of the host's memory (error {code}): raise the limit of "
                     f"locked memory (ulimit -l), or give a strategy that keeps less on the host"
                 )
-
             weakref.finalize(self, _unregister, self.memory.data_ptr()).atexit = False
 
     def take(self, num_bytes: int, dtype: torch.dtype) -> Tensor:

@@ -202,13 +202,18 @@ class UnitShards:
                 buffer.owed.zero_()
 
 
+ByLane = tuple[tuple[LaneKind, Chain], ...]
+"""Chains of several lanes, each after the one before."""
+
+
 @dataclass(slots=True)
 class UnitChains:
-    """The chains of one unit: gathers of all its buffers one after the other, reductions by index of the buffer."""
+    """The chains of one unit: gathers of all its buffers one after the other, by lane; reductions by index of the
+    buffer."""
 
-    unshard: Chain
-    unshard_kept: Chain
-    refresh: Chain
+    unshard: ByLane
+    unshard_kept: ByLane
+    refresh: ByLane
     reduce: dict[int, ReduceChains]
 
 
@@ -248,17 +253,15 @@ class DeviceBackend:
     def _bind(self, unit: UnitShards) -> UnitChains:
         groups, scratch, host = self.groups, self.scratch, self.host
 
-        def gathers(*, from_kept: bool) -> Chain:
+        def gathers(*, from_kept: bool) -> ByLane:
             chains = (unshard_chain(b, groups, scratch["unshard"], host, from_kept=from_kept) for b in sharded)
-            return tuple(chain.from_iterable(chains))
+            return _by_lane("unshard", chains)
 
         sharded = [b for b in unit.buffers if b.gathered]
         return UnitChains(
             unshard=gathers(from_kept=False),
             unshard_kept=gathers(from_kept=True),
-            refresh=tuple(
-                chain.from_iterable(refresh_chain(b, groups, scratch["refresh"], host) for b in unit.buffers)
-            ),
+            refresh=_by_lane("refresh", (refresh_chain(b, groups, scratch["refresh"], host) for b in unit.buffers)),
             reduce={
                 i: reduce_chains(b, groups, scratch, host) for i, b in enumerate(unit.buffers) if b.grads is not None
             },
@@ -472,14 +475,20 @@ class DeviceBackend:
         if to.gaps:
             torch._foreach_zero_(to.gaps)
 
-    def _gather(self, lane: LaneKind, steps: Chain, unit: int, after: Ticket | None) -> Ticket | None:
-        """One job in each lane: a chain of several buffers brings up all before it gathers any."""
-        label = f"{lane} {self.units[unit].name}"
-        by_lane = {each: tuple(s for s in steps if s.lane(lane) == each) for each in ("up", lane, "down")}
-        for each, own in by_lane.items():
-            if own:
-                after = self.lanes[each].submit(partial(_run_chain, own), label, after=after)
-        return after if steps else None
+    def _gather(self, kind: LaneKind, chains: ByLane, unit: int, after: Ticket | None) -> Ticket | None:
+        label = f"{kind} {self.units[unit].name}"
+        for lane, steps in chains:
+            after = self.lanes[lane].submit(partial(_run_chain, steps), label, after=after)
+        return after if chains else None
+
+
+def _by_lane(lane: LaneKind, chains: Iterable[Chain]) -> ByLane:
+    """One chain in each lane: of several buffers, all are brought up before any is gathered."""
+    steps = list(chain.from_iterable(chains))
+    copies = {kind: tuple(step for step in steps if step.aside and step.operation == kind) for kind in COPIES}
+    own = tuple(step for step in steps if not step.aside)
+    in_order: ByLane = (("up", copies["up"]), (lane, own), ("down", copies["down"]))
+    return tuple((kind, found) for kind, found in in_order if found)
 
 
 def _run_chain(steps: Chain, *, accumulate: bool = False) -> None:

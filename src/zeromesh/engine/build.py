@@ -137,7 +137,7 @@ def build_engine(
         triton=has_triton(device.type),
     )
     watch_reads(modules, model.modules())
-    arena = control.together(lambda: _host_arena(schedule, control, device))
+    arena = _host_arena(schedule, control, device)
     shards = _fill_shards(model, modules, schedule, homes, device, init, lazy, arena)
     inline, memory = schedule.layout.strategy.overlap == "none", schedule.memory
 
@@ -153,7 +153,7 @@ def build_engine(
         groups,
         lanes={kind: Lane(kind, device=device, inline=inline) for kind in LANES if kind not in COPIES or memory.host},
         scratch=scratch,
-        host=HostLink(HOST),
+        host=HostLink(HOST, arena),
     )
     if registration is not None:
         weakref.finalize(backend, registration.release).atexit = False
@@ -166,23 +166,28 @@ def build_engine(
     return engine
 
 
-def _host_arena(schedule: Schedule, control: Control, device: torch.device) -> HostArena:
-    """The host's memory of this rank's shards.
+def _host_arena(schedule: Schedule, control: Control, device: torch.device) -> HostArena | None:
+    """The host's memory of this rank's shards; None where none lie there.
 
     Raises:
         ModelError: a machine has less memory than its ranks would take, states of the optimizer not counted.
     """
-    wanted = 0 if schedule.memory.host is None else schedule.memory.host.total_bytes
-    if wanted:  # a plan is the same on all ranks
-        here, free = machine_id(), available_memory_bytes()
-        taken = [count for machine, count in control.gather((here, wanted)) if machine == here]
-        if free is not None and sum(taken) > free:
+    if schedule.memory.host is None:  # a plan is the same on all ranks
+        return None
+    wanted, here = schedule.memory.host.total_bytes, machine_id()
+    ranks = control.gather(here).count(here)
+
+    def allocate() -> HostArena:
+        free = available_memory_bytes()
+        if free is not None and ranks * wanted > free:
             raise ModelError(
-                f"{len(taken)} rank(s) of this machine would keep {sum(taken) / 1e9:.1f} GB in its memory, of which "
+                f"{ranks} rank(s) of this machine would keep {ranks * wanted / 1e9:.1f} GB in its memory, of which "
                 f"{free / 1e9:.1f} GB are free (MemAvailable, memory.max), and then the optimizer's states: give the "
                 f"host a lower stage than {HOST}={schedule.layout.strategy.host.value}, or use more machines"
             )
-    return HostArena(wanted, device)
+        return HostArena(max(1, wanted), device)
+
+    return control.together(allocate)
 
 
 def _groups_of(homes: Mapping[str, Home]) -> dict[str, AxisGroup]:
@@ -258,7 +263,7 @@ def _fill_shards(
     device: torch.device,
     init: Init | None,
     lazy: AbstractSet[str],
-    arena: HostArena,
+    arena: HostArena | None,
 ) -> list[UnitShards]:
     """Unit by unit, so that at most one unit is whole on any rank beside the tensors that the model already held."""
     control = homes[""].control

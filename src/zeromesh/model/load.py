@@ -58,7 +58,7 @@ def with_kernels(model: ModelSpec, kernels: Kernels) -> ModelSpec:
     """`model` with other kernels than eager ones.
 
     A transformer of `zeromesh.model.transformer` is built again. A module that was read by a run shows its own kernels;
-    fused ones read and write once what autograd keeps of it, and memory stays as it was read.
+    fused ones read and write once the values that autograd keeps of it, and memory stays as it was read.
     """
     if kernels == EAGER:
         return model

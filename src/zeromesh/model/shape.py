@@ -84,8 +84,8 @@ class Kernels:
 
     An unfused RMS norm is a chain of fp32 operations and keeps its input a second time in fp32; a fused one keeps its
     input and one statistic. Unfused attention keeps the scores. A fused gated activation computes again in its backward
-    what the chain would keep between its two inputs and its result. Under sequence parallelism the inputs of the
-    products after a norm are gathered; autograd keeps them whole, a kernel that gathers again only this rank's part.
+    the values between its two inputs and its result. Under sequence parallelism the inputs of the products after a norm
+    are gathered; autograd keeps them whole, a kernel that gathers again only this rank's part.
     Under selective recomputation eager blocks keep every second product; a `graph` not the last, which no backward
     reads.
     `loss` is one of `LOSSES`. `products` is the dtype of the blocks' products, where it is not the activations'.

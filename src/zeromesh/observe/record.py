@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from zeromesh.comm import Lane, Sent, Step, Ticket
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.backend import UnitChains
+from zeromesh.engine.backend import ByLane, UnitChains
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import updates
 from zeromesh.schedule import PointKind
@@ -136,10 +136,6 @@ class _Timed:
     unit: str
     axis: str
     recorder: _Recorder
-
-    def lane(self, chain: str) -> str:
-        kind: str = self.step.lane(chain)
-        return kind
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         recorder = self.recorder
@@ -266,10 +262,14 @@ class _Recorder:
 
     def _unit(self, chains: UnitChains, unit: str) -> UnitChains:
         timed = self._timed
+
+        def gathers(by_lane: ByLane, kind: str) -> ByLane:
+            return tuple((lane, timed(steps, kind, unit)) for lane, steps in by_lane)
+
         return UnitChains(
-            unshard=timed(chains.unshard, "unshard", unit),
-            unshard_kept=timed(chains.unshard_kept, "unshard", unit),
-            refresh=timed(chains.refresh, "refresh", unit),
+            unshard=gathers(chains.unshard, "unshard"),
+            unshard_kept=gathers(chains.unshard_kept, "unshard"),
+            refresh=gathers(chains.refresh, "refresh"),
             reduce={
                 index: replace(
                     own,

@@ -110,9 +110,8 @@ def persistent(buffer: FlatShards) -> dict[str, Tensor]:
 def working_buffers(engine: Engine) -> list[Tensor]:
     """Slots, staging and workspace."""
     buffers = [b for unit in engine.units for b in unit.buffers]
-    own = {b.params.untyped_storage().data_ptr() for b in buffers}
+    own = {tensor.untyped_storage().data_ptr() for b in buffers for tensor in persistent(b).values()}
     views = [view for b in buffers for view in (b.full, b.waiting, b.grads) if view is not None]
-    own |= {tensor.untyped_storage().data_ptr() for b in buffers for tensor in persistent(b).values()}
     extra = [tensor for s in engine.backend.scratch.values() for tensor in (s.staging, s.workspace)]
     return [tensor for tensor in (*views, *extra) if tensor.untyped_storage().data_ptr() not in own]
 

@@ -66,7 +66,7 @@ def simplest(
     """The layout to recommend; the fastest itself where no candidate leaves enough memory free.
 
     Args:
-        evaluator: of the search; it remembers what is simulated here.
+        evaluator: of the search; it remembers simulations made here.
         found: by the search.
         known: strategies that people know by name.
         within: share of the fastest step that a simpler layout may take longer.
@@ -127,7 +127,7 @@ def _simplest_first(
 def one_of_each_kind(evaluator: Evaluator, estimates: Iterable[Estimate]) -> list[Estimate]:
     """The first of each kind of layout: degrees, collective, and the stages and wires from the innermost part to
     the outermost. Layouts that differ only in where stages change, in which parameters are kept, in their micro-batch
-    or in what they recompute are of one kind."""
+    or in their recomputation are of one kind."""
     kinds: dict[object, Estimate] = {}
     for estimate in estimates:
         strategy, parallel = estimate.candidate.strategy, estimate.candidate.parallel

@@ -19,7 +19,7 @@ _COLOURS = {"chosen": "green", "slower": "yellow", "excluded": "red"}
 
 
 def print_plan(planned: Planned, then: Sequence[tuple[str, Planned]] = (), *, console: Console | None = None) -> None:
-    """Best, what it would be `then`, candidates, memory, traffic and the why."""
+    """The best, the best `then`, candidates, memory, traffic and the why."""
     console = console or Console()
     cluster = planned.cluster
     console.print(

@@ -138,6 +138,7 @@ class BufferLayout:
         kept_axis: the axis whose gather fills the kept copy; None where there is none: without such an axis, or where
             the unit stays gathered anyway, since then its slot is the copy.
         feedback: by the axis of a reduction with error feedback, its part of the buffer's residuals.
+        on_host_kinds: which of its persistent shards lie on the host: [Note: Host].
     """
 
     layout: Layout
@@ -149,6 +150,7 @@ class BufferLayout:
     from_kept: Route = field(compare=False, repr=False)
     kept_axis: Axis | None = field(compare=False, repr=False)
     feedback: Mapping[str, slice] = field(compare=False, repr=False)
+    on_host_kinds: AbstractSet[str] = field(compare=False, repr=False)
 
     @classmethod
     def of(
@@ -182,6 +184,7 @@ class BufferLayout:
             from_kept=Route(held=param, steps=tuple(rest)),
             kept_axis=kept,
             feedback=_feedback([*micro, *boundary]),
+            on_host_kinds=_on_host_kinds(layout, buffer, kept),
         )
         return made._with_copies() if made.on_host_kinds else made
 
@@ -226,19 +229,6 @@ class BufferLayout:
         up = [late.up] if late.up is not None and accumulate else []
         down = [] if late.down is None else [late.down]
         return (*steps, *up, *late.steps, *down)
-
-    @property
-    def on_host_kinds(self) -> AbstractSet[str]:
-        """Which of its persistent shards lie on the host: [Note: Host]."""
-        host = self.layout.strategy.host
-        found = {"params"} if host.shards_params else set()
-        if host.shards_states and self.buffer.trainable:
-            found |= {"master", "shown", "cast"}
-        if host.shards_grads and self.buffer.trainable:
-            found |= {"grads"}
-        if self.kept_axis is not None and self.kept_axis.stage.hosted:
-            found |= {"kept"}
-        return found
 
     @property
     def gathered(self) -> bool:
@@ -315,7 +305,7 @@ class BufferLayout:
     @property
     def persistent(self) -> Persistent:
         """On the device."""
-        return self.sizes.only(KINDS - self.on_host_kinds)
+        return self.sizes.only(KINDS - self.on_host_kinds) if self.on_host_kinds else self.sizes
 
     @property
     def on_host(self) -> Persistent:
@@ -375,6 +365,17 @@ def place(
 def slot_bytes(numel: int, dtype: str) -> int:
     """Bytes of so many elements in a slot."""
     return -(-numel * ITEM_BYTES[dtype] // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _on_host_kinds(layout: Layout, buffer: FlatBuffer, kept: Axis | None) -> AbstractSet[str]:
+    host, trainable = layout.strategy.host, buffer.trainable
+    found = {
+        "params": host.shards_params,
+        "grads": host.shards_grads and trainable,
+        **dict.fromkeys(("master", "shown", "cast"), host.shards_states and trainable),
+        "kept": kept is not None and kept.stage.hosted,
+    }
+    return frozenset(kind for kind, there in found.items() if there)
 
 
 def _copy(operation: Copying, numel: int, dtype: str) -> Transfer:

@@ -340,13 +340,8 @@ class Setup:
 
 
 def _require_on_device(strategy: Strategy, mechanics: Mechanics, workload: FixedWorkload) -> None:
-    """Raises NotationError for shards on the host beside what keeps none there."""
-    others = {
-        f"engine {mechanics.name}": mechanics.name != "zeromesh",
-        "a pipeline": workload.parallel.pp > 1,
-        "optimizers that step by owners": workload.optimizer == "muon" or workload.ownership == "owners",
-    }
-    named = [name for name, there in others.items() if there]
+    """Raises NotationError for shards on the host beside others that keep none there."""
+    named = [*_others(mechanics, workload), *(["a pipeline"] if workload.parallel.pp > 1 else [])]
     if strategy.hosted and named:
         raise NotationError(
             f"{strategy} keeps shards in the host's memory, which is not predicted for {' and '.join(named)}: leave "
@@ -354,14 +349,19 @@ def _require_on_device(strategy: Strategy, mechanics: Mechanics, workload: Fixed
         )
 
 
-def _require_parts(strategy: Strategy, workload: FixedWorkload, mechanics: Mechanics) -> None:
-    """Raises InputError for parts with a layout of their own beside what knows one for all."""
-    others = {
+def _others(mechanics: Mechanics, workload: FixedWorkload) -> list[str]:
+    """Another engine, or other optimizers, than parts and the host are predicted for."""
+    found = {
         f"engine {mechanics.name}": mechanics.name != "zeromesh",
-        f"a model that is cut by {workload.parallel}": workload.parallel.cuts,
         "optimizers that step by owners": workload.optimizer == "muon" or workload.ownership == "owners",
     }
-    named = [name for name, there in others.items() if there]
+    return [name for name, there in found.items() if there]
+
+
+def _require_parts(strategy: Strategy, workload: FixedWorkload, mechanics: Mechanics) -> None:
+    """Raises InputError for parts with a layout of their own beside what knows one for all."""
+    cut = [f"a model that is cut by {workload.parallel}"] if workload.parallel.cuts else []
+    named = [*_others(mechanics, workload), *cut]
     if strategy.parts and named:
         raise InputError(
             f"strategy {strategy} has strategies for parts of the model, which cannot be predicted beside "

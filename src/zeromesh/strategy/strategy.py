@@ -119,9 +119,9 @@ class Strategy:
         own, *parts = text.split("|")
         body, *options = (part.strip() for part in own.split(";"))
         terms = body if "=" in body or not body else preset_axes(body, axes)
-        first, *rest = (_parse_axis(term) for term in terms.split(",")) if body else [None]
-        host = _host_stage(first) if first and first.name == HOST else None
-        strategy = cls(axes=tuple(filter(None, [None if host else first, *rest])), host=host or Stage.ZERO)
+        stages = [_parse_axis(term) for term in terms.split(",")] if body else []
+        host = _host_stage(stages.pop(0)) if stages and stages[0].name == HOST else Stage.ZERO
+        strategy = cls(axes=tuple(stages), host=host)
         parsed = tuple(_parse_part(part, axes) for part in parts)
         return replace(strategy, parts=parsed, **_parse_options(options))  # type: ignore[arg-type]  # checked
 

@@ -52,6 +52,10 @@ def test_only_the_stages_of_the_host_lie_there():
     for host, kinds in (on_host | {"3d": {"optimizer", "params"}}).items():
         with sharded(f"host={host},node=3,cluster=1", Case(precision="bf16-wire"), mesh_of(2, 2)) as (model, optimizer):
             lines = zm.memory_report(model, optimizer.members[0])
+            arena = engine_of(model).backend.host.arena  # CUDA copies from it as long as it is there
+            assert arena is not None
+            places = {p.local.untyped_storage().data_ptr() for p in model.parameters() if p.requires_grad}
+            assert places == {arena.memory.data_ptr()}
         held = {(line.place, line.kind): line.allocated_bytes for line in lines}
         for kind in ("params", "grads", "optimizer"):
             assert (held["device", kind] == 0) == (kind in kinds), (host, kind)

@@ -106,7 +106,7 @@ def test_activations_by_hand() -> None:
     *_, block, head = preset("llama-7b", kernels=MEGATRON).units
     assert block.saved_bytes(4096, Recomputation.NONE) == 2 * (4 * 4096 + 4) + 8 * 4096 + 4 * 32 + 6 * 11008
     assert head.saved_bytes(4096, Recomputation.NONE) == 8 + 2 * 4096 + 2 * 32000
-    # Liger's head keeps its input alone; a compiled block does not keep what its last product gives.
+    # Liger's head keeps its input alone; a compiled block does not keep the result of its last product.
     assert preset("llama-7b", kernels=LIGER).units[3].saved_bytes(4096, Recomputation.NONE) == 8 + 2 * 4096
     compiled = preset("llama-7b", kernels=COMPILED).units[2]
     kept, less = (unit.saved_bytes(4096, Recomputation.SELECTIVE) for unit in (fused, compiled))

@@ -1,0 +1,28 @@
+"""The host's memory of a rank."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from zeromesh.comm.host import HostArena
+from zeromesh.errors import CommunicationError
+
+
+def test_an_arena_is_registered_as_long_as_it_lives_and_its_parts_outlive_it():
+    cuda = mock.Mock()
+    cuda.cudaHostRegister.return_value = 0
+    with mock.patch("zeromesh.comm.host._cudart", lambda: cuda):
+        arena = HostArena(48, torch.device("cuda"))
+        first, second = arena.take(32, torch.float32), arena.take(16, torch.bfloat16)
+        cuda.cudaHostRegister.assert_called_once_with(first.data_ptr(), 48, 0)
+        cuda.cudaHostUnregister.assert_not_called()
+        del arena
+        cuda.cudaHostUnregister.assert_called_once_with(first.data_ptr())
+        first.fill_(1)
+        assert not second.any() and second.data_ptr() == first.data_ptr() + 32
+        cuda.cudaHostRegister.return_value = 2
+        with pytest.raises(CommunicationError, match=r"cannot register 48 bytes .*error 2.*ulimit -l"):
+            HostArena(48, torch.device("cuda"))
