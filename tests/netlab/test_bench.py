@@ -65,7 +65,7 @@ def test_a_probe_finds_the_levels_and_the_rate_of_a_link():
     """All ranks are on one machine: rates tell links apart."""
     command = [sys.executable, "-m", "zeromesh.cli", "probe", "--rounds", "8", "--seconds", "1.5", "--json"]
     with Lab("2@1gbit,2") as lab:
-        first = lab.run([*command, "--accept-noise"], timeout_s=100, check=True)[0]
+        first = lab.run([*command, "--accept-noise"], timeout_s=300, check=True)[0]
     found = from_raw(json.loads(first.stdout), {}, "here")
     assert found.raw["found"]["mesh"] == {"cluster": 2, "node": 2}
     assert found.raw["found"]["sources"]["node"].startswith("measured")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
@@ -73,14 +74,14 @@ def _copy_rates(ranks: Ranks) -> list[float]:
 
 def _product_rates(ranks: Ranks, dtype: torch.dtype) -> list[float]:
     """FLOP/s of the square products, of a few sizes, that are the fastest on all ranks together."""
-    dims = (256, 512, 1024) if ranks.on_cpu else (2048, 4096, 8192)
-    return max((_products(ranks, dtype, dim) for dim in dims), key=sum)
-
-
-def _products(ranks: Ranks, dtype: torch.dtype, dim: int) -> list[float]:
-    one, other = (torch.randn(dim, dim, device=ranks.device).to(dtype) for _ in range(2))
-    out = torch.empty_like(one)
-    return rates(lambda: torch.matmul(one, other, out=out), 2 * dim**3, ranks)
+    found: list[list[float]] = []
+    for dim in (256, 512, 1024) if ranks.on_cpu else (2048, 4096, 8192):
+        flops = 2 * dim**3
+        if found and flops / min(found[-1]) > SAMPLE_S:  # processors without bf16 take seconds for a product
+            break
+        one, other = (torch.randn(dim, dim, device=ranks.device).to(dtype) for _ in range(2))
+        found.append(rates(functools.partial(torch.matmul, one, other, out=torch.empty_like(one)), flops, ranks))
+    return max(found, key=sum)
 
 
 def rates(call: Callable[[], object], amount: float, ranks: Ranks) -> list[float]:
