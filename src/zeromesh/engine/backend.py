@@ -11,6 +11,7 @@ lanes of a direction (`lane_axes`). These are the memory that a job reads and wr
                                   waits before it is used
     reduce    waiting -> grads    a slot is filled again only after its reduction
     boundary  grads -> its part   follows the unit's `reduce`; `.grad` appears after the wait
+    step      grads -> master     on the host; the unit's refresh follows it: [Note: Beside] of `zeromesh.engine.beside`
 
 At an optimizer's step lanes are idle. Messages to owners of whole tensors then take the lanes of reductions, and
 messages from them those of gathers: over each axis the lane that has its communicator.
@@ -27,11 +28,12 @@ the leaf itself.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +44,7 @@ from zeromesh.comm.lane import Job
 from zeromesh.engine.chain import Groups, ReduceChains, Scratch, reduce_chains, refresh_chain, unshard_chain
 from zeromesh.engine.flat import FlatShards, GradDestinations
 from zeromesh.engine.leaf import Leaf, PlainLeaf, close_leaf, open_leaf, versions_of
-from zeromesh.engine.param import ShardedParameter
+from zeromesh.engine.param import UNSETTLED, ShardedParameter
 from zeromesh.engine.spread import local_of
 from zeromesh.errors import ModelError
 from zeromesh.schedule import LaneKind, Reducing, Reduction, lane_axes
@@ -202,6 +204,8 @@ class UnitShards:
                 buffer.owed.zero_()
 
 
+LaneName = LaneKind | Literal["step"]
+
 ByLane = tuple[tuple[LaneKind, Chain], ...]
 """Chains of several lanes, each after the one before."""
 
@@ -238,7 +242,7 @@ class DeviceBackend:
         layouts: Sequence[Layout],
         groups: Groups,
         *,
-        lanes: Mapping[LaneKind, Lane],
+        lanes: Mapping[LaneName, Lane],
         scratch: Mapping[LaneKind, Scratch],
         host: HostLink,
     ) -> None:
@@ -249,6 +253,7 @@ class DeviceBackend:
         self.scratch = scratch
         self.host = host
         self.chains: Sequence[UnitChains] = [self._bind(unit) for unit in units]
+        self._steps: dict[int, Ticket] = {}  # on the host, of units, since somebody has last waited for all
 
     def _bind(self, unit: UnitShards) -> UnitChains:
         groups, scratch, host = self.groups, self.scratch, self.host
@@ -272,7 +277,7 @@ class DeviceBackend:
         """Over which it sends and copies."""
         return (*self.groups.values(), self.host)
 
-    def through(self, lanes: Mapping[LaneKind, Any], chains: Sequence[UnitChains]) -> tuple[Any, Sequence[UnitChains]]:
+    def through(self, lanes: Mapping[LaneName, Any], chains: Sequence[UnitChains]) -> tuple[Any, Sequence[UnitChains]]:
         """Submits to `lanes`, perhaps observed ones, from now on, and runs `chains`; returns those before."""
         before = self.lanes, self.chains
         self.lanes, self.chains = lanes, chains
@@ -281,7 +286,7 @@ class DeviceBackend:
     # ---- schedule.Backend
 
     def refresh(self, unit: int) -> Ticket | None:
-        return self._gather("refresh", self.chains[unit].refresh, unit, None)
+        return self._gather("refresh", self.chains[unit].refresh, unit, self._steps.get(unit))
 
     def unshard(self, unit: int, *, from_kept: bool, after: Ticket | None) -> Ticket | None:
         chains = self.chains[unit]
@@ -333,6 +338,18 @@ class DeviceBackend:
         for kind in COPIES:
             if kind in self.lanes:
                 self.lanes[kind].synchronize()
+
+    def step(self, unit: int, job: Job) -> None:
+        """An optimizer steps on slices of a unit in the host's memory, beside the caller: `settle` waits for it."""
+        if not self._steps:
+            UNSETTLED.append(weakref.ref(self))
+        self._steps[unit] = self.lanes["step"].submit(job, f"step {self.units[unit].name}")
+
+    def settle(self) -> None:
+        """Comes after the steps on the host."""
+        for unit, ticket in list(self._steps.items()):
+            ticket.wait()
+            self._steps.pop(unit, None)
 
     def use(self, unit: int) -> None:
         shards = self.units[unit]
@@ -479,7 +496,7 @@ class DeviceBackend:
         label = f"{kind} {self.units[unit].name}"
         for lane, steps in chains:
             after = self.lanes[lane].submit(partial(_run_chain, steps), label, after=after)
-        return after if chains else None
+        return after
 
 
 def _by_lane(lane: LaneKind, chains: Iterable[Chain]) -> ByLane:

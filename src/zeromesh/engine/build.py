@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from zeromesh.comm import AxisGroup, Lane, axis_ranks, make_groups, mesh_group
 from zeromesh.comm.groups import Registration, registered
 from zeromesh.comm.host import HostArena, HostLink
-from zeromesh.engine.backend import DeviceBackend, UnitShards
+from zeromesh.engine.backend import DeviceBackend, LaneName, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.engine import Engine
@@ -147,11 +147,16 @@ def build_engine(
         return {kind: _scratch(memory.staging[kind], memory.workspace[kind], device) for kind in LANES}, registration
 
     scratch, registration = control.together(allocate, left="The model has lost its parameters")
+    lanes: dict[LaneName, Lane] = {
+        kind: Lane(kind, device=device, inline=inline) for kind in LANES if kind not in COPIES or memory.host
+    }
+    if memory.host:
+        lanes["step"] = Lane("step", device=torch.device("cpu"), inline=inline)
     backend = DeviceBackend(
         shards,
         schedule.layouts,
         groups,
-        lanes={kind: Lane(kind, device=device, inline=inline) for kind in LANES if kind not in COPIES or memory.host},
+        lanes=lanes,
         scratch=scratch,
         host=HostLink(HOST, arena),
     )

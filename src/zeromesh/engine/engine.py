@@ -310,6 +310,7 @@ class Engine:
             if weighted and not self.weight.in_loss:
                 require_own_tokens(self.homes)
             if self._step is Step.SHOWN:
+                self.backend.settle()  # it is still at the gradients whose memory the next ones take
                 self._begin_step()
             if self._weighted not in (None, weighted):
                 raise ModelError(
@@ -502,6 +503,7 @@ class Engine:
             self.interpreter.catch_up()
         self.interpreter.quiesce()
         self.backend.land()
+        self.backend.settle()
         self.whole.settle(self.backend)  # of a step that raised
 
     def changed(self) -> None:

@@ -338,7 +338,9 @@ class FlatShards:
             own = shard[start - held.start : stop - held.start]
             if in_leaves:  # with the leaf's version, which autograd looks at
                 own = local_of(self.leaves[index]).detach().view(-1)[start - place.start : stop - place.start]
-            param = make_slice(ShardedParameter, own, self.spec.trainable, elements=elements, **attributes)
+            on_host = self.spec.trainable and "master" in self.placed.on_host_kinds
+            attributes |= {"elements": elements, "on_host": on_host}
+            param = make_slice(ShardedParameter, own, self.spec.trainable, **attributes)
             _carry_attributes(place.info.param, param)
             self.optimizer_params.append(param)
             if self.spec.trainable:

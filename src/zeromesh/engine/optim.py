@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from zeromesh.engine.beside import step_beside
 from zeromesh.engine.calls import as_python
 from zeromesh.engine.elements import Elements
 from zeromesh.engine.leaf import Leaf
@@ -170,6 +171,9 @@ def _surround_step(kind: type[Optimizer]) -> None:
 def _step_on_slices(step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """[Note: Stepping] of `zeromesh.engine.param`."""
     own = {key: _outside(value) for key, value in kwargs.items()}
+    known = optimizer not in WHOLE and steps_elementwise(type(optimizer))
+    if known and not any(value is not None for value in (*args, *kwargs.values())) and step_beside(step, optimizer):
+        return None
     try:
         with in_step():
             return step(optimizer, *map(_outside, args), **own)

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -66,6 +67,18 @@ def in_step(value: bool = True) -> Iterator[None]:
         _thread.acts = was
 
 
+UNSETTLED: list[weakref.ref[Any]] = []
+"""The back ends that may be at work on slices in the host's memory: [Note: Beside] of `zeromesh.engine.beside`."""
+
+
+def settle() -> None:
+    """Comes after the steps on slices in the host's memory."""
+    while UNSETTLED:
+        if (backend := UNSETTLED[-1]()) is not None:
+            backend.settle()
+        UNSETTLED.pop()  # only now: a Ctrl-C may end the wait
+
+
 MARKED: MutableMapping[Tensor, Elements] = WeakTensorKeyDictionary()
 """Optimizers' plain states, weakly: [Note: Stepping]."""
 
@@ -83,6 +96,8 @@ class Slice(Sliced, torch.Tensor):
     @property
     def local(self) -> Tensor:
         """The slice as a plain 1-D tensor that shares its memory."""
+        if UNSETTLED:
+            settle()
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor).detach()
 
@@ -154,6 +169,8 @@ class Slice(Sliced, torch.Tensor):
             return engine.on_demand(func, args, kwargs)
         if act is None:
             raise _refusal(func, args, kwargs)
+        if UNSETTLED and act not in _VALUELESS:
+            settle()
         with torch._C.DisableTorchFunctionSubclass():
             return act(func, args, kwargs)
 
@@ -164,12 +181,14 @@ class ShardedParameter(Slice, nn.Parameter):
     Attributes:
         unit: index of the unit it belongs to.
         engine: weak reference to the engine.
+        on_host: whether it lies in the host's memory, where an optimizer then steps on it.
         changed: the unit's generation in which its values last changed.
         changed_by: weak reference to the optimizer that changed them then; None: a load, or a user by hand.
     """
 
     unit: int
     engine: Callable[[], Any]
+    on_host: bool = False
     changed: int = 1
     changed_by: Callable[[], object] | None = None
     _shown: Tensor | None = None
@@ -740,6 +759,8 @@ _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
     _no_hook: [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook],
     _no_grad_of: [torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward],
 }
+_VALUELESS = frozenset({_read, _count, _keep_trainable, _keep_memory, _no_hook, _no_grad_of})
+"""These ask a slice for nothing that a step changes."""
 _DETACHED = frozenset({torch.detach, torch.Tensor.detach})
 _GATHERS = frozenset({None, _compute, _make, _norm, _reduce})
 """Functions that compute with values; inside a forward they use those of the whole parameter."""

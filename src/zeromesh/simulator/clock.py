@@ -10,14 +10,16 @@ host and device abreast: the one before has ended with numbers that the host rea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from zeromesh.cost import CollectiveCost
 from zeromesh.schedule import Bucket, LaneKind, Reducing, Reduction
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import InLane, Job, Network, Work
+from zeromesh.strategy.stage import HOST
 from zeromesh.trace import Event
 
 Signature = tuple[float, list[InLane]]
@@ -70,6 +72,7 @@ class ClockBackend:
         record: keep events.
         cores: of the device, where it moves the bytes itself.
         host: of a transfer, and of all that it can be ahead: [Note: Host].
+        steps: by unit, seconds of the optimizer's step in the host's memory, which runs beside the next forward.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class ClockBackend:
         record: bool,
         cores: float | None = None,
         host: HostSeconds = ABREAST,
+        steps: Sequence[float] = (),
     ) -> None:
         self.chains = chains
         self.mechanics = mechanics
@@ -92,6 +96,8 @@ class ClockBackend:
         self.totals = Totals()
         self.events: list[Event] = []
         self.micro_batch = -1
+        self._steps = steps
+        self._stepping: dict[int, Job] = {}
         self._reducing: dict[int, Job] = {}
         self._deferred: list[Job] = []
         self._watch: tuple[str, float] | None = None
@@ -104,7 +110,7 @@ class ClockBackend:
     # ---- schedule.Backend
 
     def refresh(self, unit: int) -> Job | None:
-        return self._beside_copies("refresh", unit, self.chains.refresh(unit), "refresh", None)
+        return self._beside_copies("refresh", unit, self.chains.refresh(unit), "refresh", self._stepping.get(unit))
 
     def unshard(self, unit: int, *, from_kept: bool, after: Job | None) -> Job | None:
         route: _Routes = "from_kept" if from_kept else "unshard"
@@ -180,8 +186,11 @@ class ClockBackend:
                 self._event(name, "wait", "compute", start, -1)
 
     def begin_step(self) -> None:
-        """The host is abreast of the device."""
+        """The host is abreast of the device, and steps on one unit after the other."""
         self.host_s = self.now_s
+        for unit in self.chains.schedule.order if any(self._steps) else ():
+            work = Work("step", (HOST,), CollectiveCost(seconds=self._steps[unit]), (0.0,))
+            self._stepping[unit] = self.network.submit(Job((work,), unit, self.micro_batch, "step"), "step")
 
     def signature(self, name: Callable[[int], object] = lambda unit: unit) -> Signature:
         """Everything besides the interpreter's state on which the future depends, with units named by `name`."""
@@ -237,7 +246,7 @@ class ClockBackend:
             return self._submit(lane, unit, (*up, *chain, *down), after)
         first = self._submit("up", unit, up, after)
         last = self._submit(lane, unit, chain, first or after) or first
-        return self._submit("down", unit, down, last or after) or last
+        return self._submit("down", unit, down, last or after) or last or after
 
     def _reduce_beside_copies(
         self, unit: int, reduction: Reduction, boundary: tuple[Work, ...], first: Job | None, after: Job | None
@@ -265,6 +274,11 @@ class ClockBackend:
         self._deferred.clear()
 
     def _let_end(self, job: Job) -> None:
+        before = job.after
+        while before is not None:
+            if before.kind == "step":  # seen as what it is
+                self._let_end(before)
+            before = before.after
         if not job.lane:
             self._submit_deferred()
         if job.done_s is not None:

@@ -57,7 +57,7 @@ def _step_s(setup: Setup, idle_s: float, engine: str | Mechanics) -> float | Non
     if state != short_state:
         return None
     later_s = (len(row) - few) // period * of_few.seconds
-    return step.step_s + first_s - short_first_s + later_s + setup.stepping_seconds() - short.stepping_seconds()
+    return step.step_s + first_s - short_first_s + later_s + setup.optimizer_seconds() - short.optimizer_seconds()
 
 
 def _row(setup: Setup) -> range:

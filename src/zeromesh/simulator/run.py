@@ -317,26 +317,27 @@ class Setup:
         """On the device."""
         layout = self.schedule.layout
         owned = sum(each.numel for each in self.owned) / layout.degree(layout.significant)
-        return self.compute.optimizer(self._sliced(on_host=False) - owned)
+        return self.compute.optimizer(sum(self._sliced(on_host=False)) - owned)
 
-    def stepping_seconds(self) -> float:
-        """On the device, then on the host."""
-        return self.optimizer_seconds() + self.host_step_seconds()
-
-    def host_step_seconds(self) -> float:
-        """On the host, whose memory the devices of a machine share: those of the level called `node`, or of the
-        innermost one."""
+    def host_step_seconds(self) -> list[float]:
+        """By unit, on the host, whose memory the devices of a machine share: those of the level called `node`, or of
+        the innermost one."""
         names = [name for name, _ in self.cluster.axes]
         inside = names.index("node") + 1 if "node" in names else 1
         ranks = prod(size for _, size in self.cluster.axes[:inside]) * self.division.parallel.tp
-        moved = self._sliced(on_host=True) * self.constants.optimizer_bytes * ranks
-        return float(moved / self.constants.host_memory_bytes_per_s)
+        seconds = self.constants.optimizer_bytes * ranks / self.constants.host_memory_bytes_per_s
+        return [numel * seconds for numel in self._sliced(on_host=True)]
 
-    def _sliced(self, *, on_host: bool) -> float:
-        """Trained elements of a rank's state shards in one place, without padding."""
-        every = (placed for unit in self.schedule.placed for placed in unit if placed.buffer.trainable)
-        own = (placed for placed in every if ("master" in placed.on_host_kinds) == on_host)
-        return sum(each.buffer.numel / each.layout.degree(each.layout.significant) for each in own)
+    def _sliced(self, *, on_host: bool) -> list[float]:
+        """By unit, trained elements of a rank's state shards in one place, without padding."""
+        return [
+            sum(
+                each.buffer.numel / each.layout.degree(each.layout.significant)
+                for each in unit
+                if each.buffer.trainable and ("master" in each.on_host_kinds) == on_host
+            )
+            for unit in self.schedule.placed
+        ]
 
 
 def _require_on_device(strategy: Strategy, mechanics: Mechanics, workload: FixedWorkload) -> None:
@@ -381,6 +382,7 @@ class Step:
             record=record,
             cores=setup.cluster.device.cores,
             host=setup.host,
+            steps=() if setup.schedule.memory.host is None else setup.host_step_seconds(),
         )
         self.interpreter: Interpreter[Job] = Interpreter(schedule=setup.schedule, backend=self.backend)
         self.activations = setup.activations(record=record)
@@ -399,8 +401,6 @@ class Step:
         for buckets in self.setup.schedule.buckets:
             BucketSteps[Bucket, Job]().step(self.backend, buckets)
         self.backend.compute("optimizer", -1, self.setup.optimizer_seconds())
-        if self.setup.schedule.memory.host is not None:
-            self.backend.idle(HOST, "optimizer", self.setup.host_step_seconds())
         self.step_s = self.backend.now_s + skipped_s
         totals = self.backend.totals
         for later, earlier, times in skipped:

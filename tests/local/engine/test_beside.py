@@ -1,0 +1,174 @@
+"""The step on the host, beside the next forward: whoever looks comes after it, and numbers are those of plain torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeromesh as zm
+from zeromesh.engine.api import engine_of
+from zeromesh.errors import CommunicationError
+
+HOST = "host=1,node=0,cluster=0"
+DEVICE = "node=0,cluster=0"
+
+
+def make(strategy: str | None) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3))).double()
+    return model if strategy is None else zm.shard(model, None, strategy)
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
+    model(inputs).square().sum().backward()
+
+
+def stepped(optimizer: torch.optim.Optimizer, *models: nn.Module) -> None:
+    """One step, which makes the states, and gradients for the next."""
+    for seed in 1, 2:
+        for model in models:
+            backward(model, seed)
+        if seed == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@contextmanager
+def held(model: nn.Module) -> Iterator[threading.Event]:
+    """The model's steps on the host wait for the event."""
+    gate = threading.Event()
+    engine_of(model).backend.lanes["step"].submit(gate.wait)
+    try:
+        yield gate
+    finally:
+        gate.set()
+
+
+def first(model: nn.Module) -> Any:
+    return next(iter(model.parameters()))
+
+
+LOOKS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Tensor]] = {
+    "a sum": lambda model, optimizer: first(model).sum(),
+    "the slice": lambda model, optimizer: getattr(first(model), "local", first(model)).sum(),
+    "a copy": lambda model, optimizer: first(model).clone().sum(),
+    "its data": lambda model, optimizer: first(model).data.sum(),
+    "the gradient": lambda model, optimizer: first(model).grad.sum(),
+    "a state": lambda model, optimizer: optimizer.state[first(model)]["exp_avg"].sum(),
+    "all states": lambda model, optimizer: sum(state["exp_avg"].sum() for state in optimizer.state.values()),
+    "the optimizer's state dict": lambda model, optimizer: optimizer.state_dict()["state"][0]["exp_avg"].sum(),
+    "the model's state dict": lambda model, optimizer: model.state_dict()["0.0.weight"].sum(),
+    "another forward": lambda model, optimizer: model(torch.ones(1, 5, dtype=torch.double)).sum(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
+def test_whoever_looks_comes_after_the_step(look):
+    found = []
+    for strategy in None, HOST:
+        model = make(strategy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+        stepped(optimizer, model)
+        if strategy is None:
+            optimizer.step()
+        else:
+            kept, before = first(model).local, first(model).local.clone()
+            with held(model) as gate:
+                optimizer.step()
+                rates.step()  # a step goes on with the rate that it was given
+                assert torch.equal(kept, before)  # it has not begun
+                threading.Timer(0.05, gate.set).start()
+                found.append(look(model, optimizer).item())
+            continue
+        found.append(look(model, optimizer).item())
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
+def test_gradients_that_are_dropped_meanwhile_are_stepped_on():
+    model, plain = make(HOST), make(None)
+    for each in model, plain:
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.01)
+        stepped(optimizer, each)
+        with held(model) as gate:
+            optimizer.step()
+            optimizer.zero_grad()
+            threading.Timer(0.05, gate.set).start()
+            backward(each, 3)  # whose gradients take the memory of those before
+        optimizer.step()
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.local, expected.detach().view(-1), rtol=1e-12, atol=1e-15)
+
+
+def test_one_optimizer_over_the_host_the_device_and_a_plain_tensor():
+    found = []
+    for strategies in (None, None), (HOST, DEVICE):
+        models, extra = [make(strategy) for strategy in strategies], nn.Parameter(torch.ones(3, dtype=torch.double))
+        groups = [{"params": list(models[0].parameters()), "lr": torch.tensor(0.1)}, {"params": [extra]}]
+        optimizer = torch.optim.SGD([*groups, {"params": list(models[1].parameters())}], lr=0.01, momentum=0.9)
+        for seed in range(3):
+            for model in models:
+                backward(model, seed)
+            extra.square().sum().backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"].mul_(0.5)  # in place, as a scheduler of tensors does
+            optimizer.zero_grad()
+        found.append([p.sum().item() for model in models for p in model.parameters()] + [extra.sum().item()])
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
+def test_a_loss_scaler_skips_and_scales_steps_beside_the_forward():
+    found = []
+    for strategy in None, HOST:
+        model = make(strategy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        for seed in range(4):
+            loss = model(torch.full((2, 5), 1.0 + seed, dtype=torch.double)).square().sum()
+            scaler.scale(loss * (float("inf") if seed == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found.append([p.sum().item() for p in model.parameters()] + [scaler.get_scale()])
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
+@pytest.mark.parametrize(("options", "fused"), [({}, True), ({"foreach": False}, False), ({"fused": False}, False)])
+def test_torch_s_fused_kernels_where_nothing_is_chosen(options, fused):
+    model = make(HOST)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+    with mock.patch("torch._fused_adamw_", wraps=torch._fused_adamw_) as kernel:
+        stepped(optimizer, model)
+        assert kernel.called == fused
+    assert optimizer.param_groups[0].get("fused") == options.get("fused")
+
+
+def test_an_error_of_the_step_is_raised_at_the_next_call():
+    model = make(HOST)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    stepped(optimizer, model)
+    with mock.patch("torch._fused_adamw_", side_effect=MemoryError("no memory")):
+        optimizer.step()
+        with pytest.raises((MemoryError, CommunicationError), match="no memory"):
+            backward(model, 3)
+    with pytest.raises((MemoryError, CommunicationError), match="no memory"):
+        optimizer.step()
+
+
+def test_an_error_of_the_first_step_is_raised_there():
+    model = make(HOST)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    backward(model, 1)
+    with (
+        mock.patch("torch._fused_adamw_", side_effect=MemoryError("no memory")),
+        pytest.raises(MemoryError, match="no memory"),
+    ):
+        optimizer.step()
