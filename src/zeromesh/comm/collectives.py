@@ -37,7 +37,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, chunks_of, own_chunk, wait_for_all
-from zeromesh.comm.quantised import gather_coded, reduce_coded
 from zeromesh.comm.summing import SumScratch, fits, parts, sum_dtype
 from zeromesh.comm.transport import PIECE_BYTES, carried, nothing, reduce_scatter_single, send_all
 from zeromesh.schedule.memory import MESSAGES_BYTES
@@ -77,6 +76,8 @@ def all_gather(
     if form is None:
         _all_gather(region, group, group.reduce if reduced else group.gather, "all_gather")
     else:
+        from zeromesh.comm.quantised import gather_coded  # a quantised wire is asked for by name
+
         assert workspace is not None
         gather_coded(region, group, form, workspace=workspace, generator=generator, keep=keep)
 
@@ -101,6 +102,8 @@ def reduce_scatter(
     """
     target = Target(out=out, scale=scale, accumulate=accumulate)
     if form is not None:
+        from zeromesh.comm.quantised import reduce_coded
+
         reduce_coded("reduce_scatter", region, target, group, form, workspace=workspace, **coding)
     elif group.transport.sums("reduce_scatter", region.dtype):
         _native_reduce_scatter(region, target, group)
@@ -128,6 +131,8 @@ def all_reduce(
         return
     target = Target(out=own_chunk(tensor, group), scale=scale, accumulate=False)
     if form is not None:
+        from zeromesh.comm.quantised import reduce_coded
+
         reduce_coded("all_reduce", tensor, target, group, form, workspace=workspace, **coding)
     else:
         _reduce_scatter(tensor, target, group, workspace, "all_reduce")

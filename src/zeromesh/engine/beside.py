@@ -57,7 +57,7 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
         Whether it did; if not, nothing lies there, or the step has to run here.
     """
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    if not any(_on_host(param) for param in params) or any(param.grad.dtype != param.dtype for param in params):
+    if any(param.grad.dtype != param.dtype for param in params):
         return False
     if any(group.get("capturable") or group.get("differentiable") for group in optimizer.param_groups):
         return False

@@ -27,7 +27,6 @@ from zeromesh.collectives import runnable
 from zeromesh.comm import AxisGroup, Chain, Step, all_gather, all_reduce, reduce_scatter
 from zeromesh.comm.exchange import Copy, own_chunk
 from zeromesh.comm.host import HostLink
-from zeromesh.comm.quantised import check_quantisable, noise_generator, restore_kept
 from zeromesh.engine.flat import FlatShards, GradDestinations, inside
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError, NotationError
@@ -68,6 +67,8 @@ def unshard_chain(shards: FlatShards, groups: Groups, scratch: Scratch, host: Ho
         return (*chain, host.step("down", shards.kept, region)) if route.down else chain
     if not placed.keeps_messages:
         return _brought(shards.kept, region, placed.from_kept, gathers, host)
+    from zeromesh.comm.quantised import restore_kept  # a quantised wire is asked for by name
+
     # The messages give back the part of `full` that the gather over the kept axis filled.
     assert kept_step.form is not None
     restore = partial(restore_kept, shards.kept, region, group, kept_step.form, workspace=scratch.workspace)
@@ -165,6 +166,8 @@ def require_wires(
         for route in placed.routes.values():
             for step in route.steps:
                 if step.form is not None:
+                    from zeromesh.comm.quantised import check_quantisable
+
                     check_quantisable(DTYPES[route.held], step.axis.name)
                     if placed.buffer.part in repeated:
                         raise InputError(
@@ -331,6 +334,8 @@ def _reduction(
         owed = shards.placed.feedback.get(step.axis.name)
         options["residual"] = None if owed is None or shards.owed is None else shards.owed[owed]
         if form.stochastic:
+            from zeromesh.comm.quantised import noise_generator
+
             # One generator for all chains of the buffer: begun anew, it would round each backward's gradient alike.
             options["generator"] = shards.noise.setdefault(group.name, noise_generator(group, shards.name))
     call: partial[None]

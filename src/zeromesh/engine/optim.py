@@ -25,7 +25,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zeromesh.engine.beside import step_beside
 from zeromesh.engine.calls import as_python
 from zeromesh.engine.elements import Elements
 from zeromesh.engine.leaf import Leaf
@@ -131,6 +130,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         check_optimizer(optimizer)
         take_slices(optimizer)
         _show_slices(optimizer)
+        vars(optimizer)["_steps_beside"] = _steps_beside(optimizer)
         _checked[optimizer] = held
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # whose forward and backward are still to come
     _graded[optimizer] = [param for param in _params(optimizer) if has_closure or param.grad is not None]
@@ -171,9 +171,11 @@ def _surround_step(kind: type[Optimizer]) -> None:
 def _step_on_slices(step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """[Note: Stepping] of `zeromesh.engine.param`."""
     own = {key: _outside(value) for key, value in kwargs.items()}
-    known = optimizer not in WHOLE and steps_elementwise(type(optimizer))
-    if known and not any(value is not None for value in (*args, *kwargs.values())) and step_beside(step, optimizer):
-        return None
+    if vars(optimizer)["_steps_beside"] and all(value is None for value in (*args, *kwargs.values())):
+        from zeromesh.engine.beside import step_beside  # of host=
+
+        if step_beside(step, optimizer):
+            return None
     try:
         with in_step():
             return step(optimizer, *map(_outside, args), **own)
@@ -181,6 +183,12 @@ def _step_on_slices(step: Callable[..., Any], optimizer: Optimizer, args: Any, k
         if not isinstance(failure, OptimizerError):  # those are alike on all ranks
             _require_known_states(optimizer, failure)
         raise
+
+
+def _steps_beside(optimizer: Optimizer) -> bool:
+    """Whether it may step on slices in the host's memory beside the next forward."""
+    known = optimizer not in WHOLE and steps_elementwise(type(optimizer))
+    return known and any(isinstance(param, ShardedParameter) and param.on_host for param in _params(optimizer))
 
 
 def _outside(closure: Any) -> Any:
