@@ -137,6 +137,11 @@ def _name(mode: int) -> str:
     return next((name for is_kind, name in kinds.items() if is_kind(mode)), "a device")
 
 
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def machine_id() -> str:
     """The kernel's boot id: emulated clusters have several hosts' networks and one kernel."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")

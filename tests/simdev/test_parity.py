@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest import mock
 
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeromesh as zm
 from tests.dist.engine import reference
 from tests.dist.engine.reference import Case, check, plain
 from tests.simdev.clean import require_documented
 from tests.simdev.ranks import on_devices
 from zeromesh import simdev
+from zeromesh.engine.api import engine_of
+from zeromesh.files import usable_cores
 
 CASE = Case(steps=2, micro_batches=2, optimizer="both", device="simdev")
 
@@ -50,6 +57,26 @@ def test_other_cases():
 def test_shards_in_the_host_s_memory():
     check_all(["host=1,node=3,cluster=1", "host=2,node=1,cluster=0"], CASE, 2, 2)
     check_all(["host=3,node=3,cluster=2", "host=3d,node=3,cluster=3h"], CASE, 2, 2)
+
+
+class Telling(nn.Linear):
+    """As models of transformers do."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(param.device for param in self.parameters())
+
+
+@on_devices(2)
+def test_a_model_whose_parameters_lie_on_the_host_tells_its_device():
+    mesh = init_device_mesh("simdev", (2,), mesh_dim_names=("node",))
+    model = zm.shard(nn.Sequential(Telling(4, 4)), mesh, "host=3,node=3")
+    assert next(model.parameters()).device.type == "cpu"
+    assert (type(model[0]).__name__, model[0].device.type) == ("Telling", "simdev")
+    assert isinstance(model[0], Telling)
+    threads, step = [], engine_of(model).backend.lanes["step"]
+    step.submit(lambda: threads.append(torch.get_num_threads())).wait()
+    assert threads == [max(torch.get_num_threads(), usable_cores() // 2)]
 
 
 @on_devices(8)

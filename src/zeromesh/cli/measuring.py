@@ -44,7 +44,7 @@ def mesh_of(text: str, ranks: int) -> dict[str, int]:
 
 def _ranks_here() -> int:
     """One for each device, or for each processor core, up to `MOST_HERE`, where there are no devices."""
+    from zeromesh.files import usable_cores
     from zeromesh.launch.device import visible_devices
-    from zeromesh.measure.setting import usable_cores
 
     return visible_devices() or min(MOST_HERE, max(2, usable_cores()))

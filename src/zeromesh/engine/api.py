@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeromesh.engine.build import build_engine, make_control, make_homes, mesh_axes
+from zeromesh.engine.build import build_engine, make_control, make_homes, mesh_axes, mesh_device
 from zeromesh.engine.chain import require_wires
 from zeromesh.engine.engine import Engine, Pipeline
 from zeromesh.engine.hooks import install_on_method
@@ -100,11 +100,23 @@ def shard(
     object.__setattr__(model, ENGINE, engine)
     give_method(model, "zero_grad", _zero_grad)
     keep_others_out(model)
+    if engine.schedule.memory.host:
+        _show_device(model, mesh_device(mesh, model))
     if lazy:
         buffers = [buffer for unit in engine.units for buffer in unit.buffers]
         control.together(lambda: read_lazy(model, buffers, lazy), left="The model has lost its parameters")
         engine.changed()
     return model
+
+
+def _show_device(model: nn.Module, device: torch.device) -> None:
+    """Has modules that tell a device, by which libraries place inputs, tell the one that they compute on. They ask a
+    parameter, and that lies on the host."""
+    for module in model.modules():
+        kind = type(module)
+        if isinstance(getattr(kind, "device", None), property) and module.device != device:
+            told = {"device": property(lambda self: device), "__module__": kind.__module__, "__doc__": kind.__doc__}
+            module.__class__ = type(kind.__name__, (kind,), told)
 
 
 def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:

@@ -29,7 +29,7 @@ from zeromesh.engine.parts import Home, buffers_apart, require_divided
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit, parts_of_root
 from zeromesh.errors import MeshError, ModelError
-from zeromesh.files import available_memory_bytes, machine_id
+from zeromesh.files import available_memory_bytes, machine_id, usable_cores
 from zeromesh.modules import clean_name
 from zeromesh.schedule import ITEM_BYTES, LANES, Schedule, lent_axes
 from zeromesh.schedule.buffer_layout import slot_bytes
@@ -137,7 +137,7 @@ def build_engine(
         triton=has_triton(device.type),
     )
     watch_reads(modules, model.modules())
-    arena = _host_arena(schedule, control, device)
+    arena, cores = _host_arena(schedule, control, device)
     shards = _fill_shards(model, modules, schedule, homes, device, init, lazy, arena)
     inline, memory = schedule.layout.strategy.overlap == "none", schedule.memory
 
@@ -152,6 +152,8 @@ def build_engine(
     }
     if memory.host:
         lanes["step"] = Lane("step", device=torch.device("cpu"), inline=inline)
+        if device.type != "cpu":  # launchers give a rank one thread, and no device computes with the others
+            lanes["step"].submit(partial(torch.set_num_threads, max(torch.get_num_threads(), cores)))
     backend = DeviceBackend(
         shards,
         schedule.layouts,
@@ -171,14 +173,14 @@ def build_engine(
     return engine
 
 
-def _host_arena(schedule: Schedule, control: Control, device: torch.device) -> HostArena | None:
-    """The host's memory of this rank's shards; None where none lie there.
+def _host_arena(schedule: Schedule, control: Control, device: torch.device) -> tuple[HostArena | None, int]:
+    """The host's memory of this rank's shards, None where none lie there; and this rank's share of the host's cores.
 
     Raises:
         ModelError: a machine has less memory than its ranks would take, states of the optimizer not counted.
     """
     if schedule.memory.host is None:  # a plan is the same on all ranks
-        return None
+        return None, 0
     wanted, here = schedule.memory.host.total_bytes, machine_id()
     ranks = control.gather(here).count(here)
 
@@ -192,7 +194,7 @@ def _host_arena(schedule: Schedule, control: Control, device: torch.device) -> H
             )
         return HostArena(max(1, wanted), device)
 
-    return control.together(allocate)
+    return control.together(allocate), usable_cores() // ranks
 
 
 def _groups_of(homes: Mapping[str, Home]) -> dict[str, AxisGroup]:

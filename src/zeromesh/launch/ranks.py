@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from zeromesh.errors import CommunicationError, ConfigError, InputError, ZeromeshError
+from zeromesh.files import usable_cores
 from zeromesh.launch.device import CPU, agree_on_device, backend_for, find_device, set_variables
 from zeromesh.launch.environment import Launched
 from zeromesh.launch.failure import is_communication
@@ -250,4 +251,4 @@ def _set_threads(threads: int | None, local_world: int) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+        torch.set_num_threads(max(1, usable_cores() // local_world))

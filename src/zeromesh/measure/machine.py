@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeromesh.files import machine_id
+from zeromesh.files import machine_id, usable_cores
 from zeromesh.launch.device import device_name
 from zeromesh.launch.ranks import Ranks
-from zeromesh.measure.setting import processor_name, usable_cores
+from zeromesh.measure.setting import processor_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SAMPLE_S = 0.3

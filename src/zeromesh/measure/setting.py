@@ -38,11 +38,6 @@ def processor_name() -> str:
     return models[0] if models else platform.machine()
 
 
-def usable_cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _version(package: str) -> str | None:
     try:
         return version(package)

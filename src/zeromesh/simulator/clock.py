@@ -188,7 +188,7 @@ class ClockBackend:
     def begin_step(self) -> None:
         """The host is abreast of the device, and steps on one unit after the other."""
         self.host_s = self.now_s
-        for unit in self.chains.schedule.order if any(self._steps) else ():
+        for unit in (unit for unit in self.chains.schedule.order if self._steps and self._steps[unit]):
             work = Work("step", (HOST,), CollectiveCost(seconds=self._steps[unit]), (0.0,))
             self._stepping[unit] = self.network.submit(Job((work,), unit, self.micro_batch, "step"), "step")
 

@@ -58,7 +58,9 @@ def predicted(schedule: Schedule, micro_batches: int) -> Trace:
     )
     mechanics = find_engine("zeromesh")
     names = tuple(unit.name for unit in schedule.units)
-    clock = ClockBackend(Chains(schedule, mechanics, model), mechanics, names, record=True)
+    steps = [1e-3 * unit.trainable for unit in schedule.units] if schedule.memory.host else []
+    clock = ClockBackend(Chains(schedule, mechanics, model), mechanics, names, record=True, steps=steps)
+    clock.begin_step()
     interpreter = Interpreter(schedule=schedule, backend=clock)
     interpreter.stepped(range(len(schedule.units)))
     for micro in range(micro_batches):
