@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -27,8 +28,10 @@ from tests.simdev.faults import FAULTS, without_keeping
 from tests.simdev.ranks import alone
 from tests.simdev.test_rehearse import step, with_experts
 from zeromesh import simdev
-from zeromesh.comm import Lane
+from zeromesh.comm import Lane, Ticket
 from zeromesh.engine.api import engine_of
+from zeromesh.engine.backend import DeviceBackend
+from zeromesh.schedule import Reducing, Reduction
 
 CASE = Case(steps=2, micro_batches=2, optimizer="both", device="simdev")
 MIXES = [notation(mix) for mix in (*mixes(2), *(mix for mix in mixes(2, kept=True) if any("k" in s for s in mix)))]
@@ -121,6 +124,34 @@ def test_other_cases():
             require_ordered(strategy, case)
     for setting in ("prefetch=0", "prefetch=3", "overlap=gather", "overlap=none", "collective=ho_ring"):
         require_ordered(f"node=3,cluster=3;{setting}", CASE)
+
+
+@alone()
+def test_a_reduction_launches_three_kernels_besides_its_collectives():
+    """Gradients and zeros into the slot, the sum out of it; a weight is a pass of its own, a wire of another dtype than
+    the accumulator's a cast before and after."""
+    simdev.counting_group(0, 4)
+    in_bf16 = replace(CASE, precision="bf16-wire", optimizer="adamw")
+    for case, more in ((CASE, 0), (replace(CASE, weighted=True), 1), (in_bf16, 2)):
+        for strategy in ("node=3,cluster=1", "node=3d,cluster=0", "node=2,cluster=3k"):
+            most = max(kernels_of_reductions(strategy, replace(case, micro_batches=1)))
+            assert most <= 3 + more, (strategy, case, most)
+
+
+def kernels_of_reductions(strategy: str, case: Case) -> list[float]:
+    """Kernels by flat buffer of each unit's reductions."""
+    heard, found, issue = list[simdev.recorder.Entry](), list[float](), DeviceBackend.reduce
+
+    def reduce(self: DeviceBackend, unit: int, reduction: Reduction) -> Reducing[Ticket]:
+        heard.clear()
+        issued = issue(self, unit, reduction)
+        kernels = sum(isinstance(entry, simdev.recorder.Kernel) for entry in heard)
+        found.append(kernels / len(self.chains[unit].reduce))
+        return issued
+
+    with mock.patch.object(DeviceBackend, "reduce", reduce), simdev.Recorder(heard.append):
+        train(strategy, case)
+    return found
 
 
 @alone()

@@ -23,6 +23,8 @@ from zeromesh.errors import CommunicationError, InternalError
 
 Wait = Callable[[], None]
 
+ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
+
 Written = Callable[[], Iterable[Tensor]]
 """Writes messages, and yields each once it is written."""
 
@@ -96,7 +98,12 @@ class Transport(ABC):
 
     @abstractmethod
     def sums(self, operation: str, dtype: torch.dtype) -> bool:
-        """Whether a reduction of this dtype is the backend's own; a scale is then a pass over the memory of its own."""
+        """Whether a reduction of this dtype is the backend's own."""
+
+    def scaled_sum(self, size: int, dtype: torch.dtype, scale: float) -> ReduceOp | None:
+        """The backend's own sum, over `size` ranks, of values that it multiplies by `scale`; None where it has none,
+        or would round the scale: the scale is then a pass over the memory of its own."""
+        return dist.ReduceOp.SUM if scale == 1 else None
 
     @abstractmethod
     def gather(self, exchange: Exchange, region: Tensor, fill: Callable[[], object]) -> Wait:

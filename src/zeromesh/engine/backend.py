@@ -485,12 +485,13 @@ class DeviceBackend:
             if grads:
                 torch._foreach_add_(destinations, grads, alpha=factor)
             return
-        if missing:
-            torch._foreach_zero_(missing)
-        _copy_scaled(destinations, grads, factor)
+        if grads:
+            torch._foreach_copy_(destinations, grads)
+            if factor != 1:  # after the copy, whose kernel takes no factor, in the dtype that is sent
+                to.whole.mul_(factor)
         # A slot served longer units before; their remains must not reach the padding.
-        if to.gaps:
-            torch._foreach_zero_(to.gaps)
+        if missing or to.gaps:
+            torch._foreach_zero_([*missing, *to.gaps])
 
     def _gather(self, kind: LaneKind, chains: ByLane, unit: int, after: Ticket | None) -> Ticket | None:
         label = f"{kind} {self.units[unit].name}"
@@ -518,19 +519,6 @@ def _finish(steps: Chain, buffer: FlatShards, before: Tensor | None) -> None:
     _run_chain(steps)
     if before is not None:
         buffer.reduced.add_(before)
-
-
-def _copy_scaled(destinations: list[Tensor], grads: list[Tensor], factor: float) -> None:
-    if not grads:
-        return
-    if factor == 1:
-        torch._foreach_copy_(destinations, grads)
-        return
-    for destination, grad in zip(destinations, grads, strict=True):
-        if grad.dtype == destination.dtype:
-            torch.mul(grad, factor, out=destination)
-        else:
-            destination.copy_(grad).mul_(factor)
 
 
 def _require_unchanged(param: ShardedParameter, generation: int) -> None:

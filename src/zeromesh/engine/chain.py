@@ -197,8 +197,8 @@ class ReduceChains:
     """A unit's reductions of one buffer: a micro-batch's into the accumulator, and the boundary's from there.
 
     Each axis averages over its ranks as it sums: fp16 wires then never carry a sum larger than the gradient. Where the
-    backend sums in place, though, that would be a pass over the memory of its own; the step before it scales instead.
-    So it does for ranks that the axes do not reach, where a part of the model is shared by fewer than feed it.
+    backend sums in place, and has no such mean, the step before it scales instead. Ranks that the axes do not reach,
+    where a part of the model is shared by fewer than feed it, count in the last step's factor.
 
     Args:
         micro, boundary: steps of the two lanes.
@@ -228,7 +228,7 @@ def reduce_chains(
     placed, grads = shards.placed, shards.grads
     assert grads is not None
     early, late = placed.routes["reduce"], placed.routes["boundary"]
-    first, scales = _scales([*early.steps, *late.steps], groups)
+    first, scales = _scales([*early.steps, *late.steps], groups, placed.layout.share)
     early_scales, late_scales = scales[: len(early.steps)], scales[len(early.steps) :]
     micro = _reductions(shards, early, shards.waiting, grads, early_scales, groups, scratch["reduce"])
     boundary = _reductions(shards, late, grads, None, late_scales, groups, scratch["boundary"])
@@ -249,7 +249,7 @@ def reduce_chains(
         boundary=boundary,
         alone=alone,
         boundary_alone=boundary_alone,
-        first=first * placed.layout.share,
+        first=first,
         **_grad_copies(shards, early, late, scratch["up"], host),
     )
 
@@ -275,16 +275,19 @@ def _apart(one: Tensor, other: Tensor) -> bool:
     return first.data_ptr() + first.nbytes <= second.data_ptr()
 
 
-def _scales(steps: Sequence[Transfer], groups: Groups) -> tuple[float, list[float]]:
-    """The factor of each step, and before them that of whoever fills the first one's source: steps that the backend
-    sums in place leave theirs to the step before."""
-    factor, scales = 1.0, list[float]()
+def _scales(steps: Sequence[Transfer], groups: Groups, share: float) -> tuple[float, list[float]]:
+    """The factor of each step, and before them that of whoever fills the first one's source: a step leaves its factor
+    to the one before if it would be a pass over the memory."""
+    factor, scales = share, list[float]()
     for step in reversed(steps):
-        group = groups[step.axis.name]
-        factor *= 1.0 if step.operation == "all_gather" else 1 / group.size
-        native = step.form is None and group.transport.sums(step.operation, DTYPES[step.wire])
-        scales.append(1.0 if native else factor)
-        factor = factor if native else 1.0
+        transport, size = groups[step.axis.name].transport, step.axis.size
+        factor *= 1.0 if step.operation == "all_gather" else 1 / size
+        native = step.form is None and transport.sums(step.operation, DTYPES[step.wire])
+        later = step.operation == "all_gather" or (
+            native and transport.scaled_sum(size, DTYPES[step.wire], factor) is None
+        )
+        scales.append(1.0 if later else factor)
+        factor = factor if later else 1.0
     return factor, scales[::-1]
 
 

@@ -76,10 +76,12 @@ class GradDestinations:
     """Where a buffer's gradients are copied to, to be reduced.
 
     Args:
+        whole: 1-D.
         parts: of each parameter, in its shape.
         gaps: the padding between and behind them.
     """
 
+    whole: Tensor
     parts: list[Tensor]
     gaps: list[Tensor]
 
@@ -258,6 +260,7 @@ class FlatShards:
         ends = [0, *(place.stop for place in self.places)]
         starts = [*(place.start for place in self.places), self.padded]
         return GradDestinations(
+            whole=whole,
             parts=[whole[place.start : place.stop].view(place.shape) for place in self.places],
             gaps=[whole[stop:start] for stop, start in zip(ends, starts, strict=True) if stop < start],
         )

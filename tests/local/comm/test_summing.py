@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zeromesh.comm.summing import SumScratch
+from zeromesh.comm.transport import Messages, Native, Transport
 from zeromesh.wires.target import Target
 
 NUMEL, TERMS = 200, 5
@@ -56,3 +58,27 @@ def test_a_device_adds_up_to_the_bits_of_the_host(wire, out, accumulate):
     # One for each term, but for the first two together where nothing widens them; then the scale, and the result.
     launches = TERMS - (wire == torch.float32) + 1 + (2 if accumulate and out != torch.float32 else 1)
     assert len(Elsewhere.done) == launches, Elsewhere.done
+
+
+NCCL, OTHER = Native("cuda", nccl=True), Native("xpu")
+
+
+@pytest.mark.parametrize(
+    ("transport", "dtype", "scale", "expected"),
+    [
+        (NCCL, "bfloat16", 1.0, "SUM"),
+        (NCCL, "bfloat16", 1 / 8, "AVG"),
+        (NCCL, "float16", 1 / 8, "AVG"),
+        (NCCL, "bfloat16", 1 / 16, "PREMUL_SUM"),  # of a part that half of the ranks feed
+        (NCCL, "bfloat16", 1 / 24, None),  # rounded to bf16, it would be .2 % off
+        (NCCL, "float32", 1 / 24, "PREMUL_SUM"),
+        (OTHER, "bfloat16", 1 / 8, "AVG"),
+        (OTHER, "float16", 1 / 8, None),  # it may divide after the sum
+        (OTHER, "float32", 1 / 16, None),
+        (Native("cpu"), "float32", 1 / 8, None),
+        (Messages("cpu"), "float32", 1 / 8, None),
+    ],
+)
+def test_sums_that_a_backend_scales(transport: Transport, dtype: str, scale: float, expected: str | None) -> None:
+    found = transport.scaled_sum(8, getattr(torch, dtype), scale)
+    assert found == (expected and getattr(dist.ReduceOp, expected))
