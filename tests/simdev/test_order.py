@@ -29,6 +29,7 @@ from tests.simdev.ranks import alone
 from tests.simdev.test_rehearse import step, with_experts
 from zeromesh import simdev
 from zeromesh.comm import Lane, Ticket
+from zeromesh.engine import control
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.backend import DeviceBackend
 from zeromesh.schedule import Reducing, Reduction
@@ -76,6 +77,14 @@ def test_mixes_and_what_the_host_reads():
         in_steps = [wait for wait in checker.host_waits if not any("engine/build.py" in line for line in wait.stack)]
         waits = [wait for wait in in_steps if wait.where.startswith(SOURCES)]
         assert not waits, [str(wait) for wait in waits]
+
+
+@alone()
+def test_words_over_the_host_s_network_are_no_reads():
+    """The pool's ranks may not use it: `tests.simdev.ranks.run`."""
+    simdev.counting_group(0, 4)
+    with mock.patch.object(control, "HOST_WORLD", 4):
+        require_documented(require_ordered("node=3,cluster=1", CASE), "over gloo", reads=0)
 
 
 @alone()

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
 from tests.dist.engine import reference
-from tests.dist.engine.reference import Case, check, plain
+from tests.dist.engine.reference import Case, check, mesh_of, plain
 from tests.simdev.clean import require_documented
 from tests.simdev.ranks import on_devices
 from zeromesh import simdev
@@ -82,3 +82,14 @@ def test_a_model_whose_parameters_lie_on_the_host_tells_its_device():
 @on_devices(8)
 def test_three_axes():
     check_all(["node=3,cluster=3k,region=1", "node=3d,cluster=1,region=0"], replace(CASE, world=8), 2, 2, 2)
+
+
+@on_devices(4)
+def test_an_axis_that_is_a_dimension_uses_the_mesh_s_own_communicator():
+    """One model at a time, though it is one of several that are free: so many models that all of them are in use."""
+    mesh = mesh_of(2, 2, device="simdev")
+    models = [zm.shard(nn.Linear(8, 8), mesh, "node=3,cluster=1") for _ in range(6)]
+    for axis in ("node", "cluster"):
+        lines = [engine_of(model).backend.groups[axis] for model in models]
+        used = [channel.process_group for line in lines for channel in (line.gather, line.reduce)]
+        assert used.count(mesh.get_group(axis)) == 1 and len(set(used)) == len(used)

@@ -21,6 +21,16 @@ that the user has made for some of them) would wait for each other for ever. So 
 after how many we have made between just these, which all of them know. `new_group` takes no name, but the function that
 it calls does.
 
+[Note: Dimensions] An axis that is a whole dimension of a device's mesh has a communicator already. The mesh's own is
+one of the two, unless they need options, or it is the one on which all ranks exchange words. Not on a CPU: there our
+collectives come from other threads than the user's, and ranks would not agree on the order.
+
+[Note: Options] NCCL's options depend on the level. Between machines, with one rank on each, a communicator feeds a
+network card. A few CTAs (blocks of a kernel) suffice for that, and the others stay with the computation. Devices that
+share NVLink with those of other machines have no such limit. Inside a machine, gathers of registered memory go by copy
+engines, without CTAs. Communicators do not share resources (`split_share`): NCCL launches those that do one after the
+other, and lanes would not overlap.
+
 [Note: Registered memory] A CUDA device's backend sends from registered memory, and receives into it, without staging.
 The memory is a pool of torch's allocator over the backend's own (`ncclMemAlloc`), registered with every communicator
 once. NCCL's kernels for NVLink and for sums inside switches need windows that are alike on all ranks. On other devices
@@ -46,6 +56,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeromesh.comm.exchange import AxisGroup, Channel
 from zeromesh.comm.transport import transport_of
 from zeromesh.errors import MeshError
+from zeromesh.files import machine_id
 from zeromesh.strategy import Axis
 
 
@@ -54,6 +65,7 @@ def make_groups(
     axes: Sequence[Axis],
     *,
     timeout_s: float | None = None,
+    registered: bool = False,
 ) -> dict[str, AxisGroup]:
     """The groups of every axis with more than one rank. All ranks of the mesh call this at the same point.
 
@@ -61,6 +73,7 @@ def make_groups(
         mesh: with named dimensions; may be a part of a larger mesh.
         axes: each a dimension of the mesh or a part of one.
         timeout_s: after which a collective fails; None for that of the default process group.
+        registered: whether they will send registered memory.
 
     Returns:
         By axis name; axes of size 1 have none, since nothing is ever sent over them.
@@ -73,8 +86,16 @@ def make_groups(
         return {}
     kind, split = mesh.device_type, mesh.size() == dist.get_world_size()
     keys = {axis.name: Key.of(axis_ranks(mesh, axis), kind, split=split, timeout_s=timeout_s) for axis in axes}
-    pool = _Pool.current()
-    free = pool.agree(mesh_group(mesh), keys)
+    pool, everyone = _Pool.current(), mesh_group(mesh)
+    if backend_of(_world(), kind) == dist.Backend.NCCL:
+        machines = _machines(everyone)
+        for name, key in keys.items():
+            options = Options.of([machines[rank] for rank in key.ranks], registered=registered)
+            keys[name] = key._replace(options=options)
+    for axis in axes if timeout_s is None else ():
+        if axis.size == mesh.size((mesh.mesh_dim_names or ()).index(axis.mesh_axis)):
+            pool.adopt(keys[axis.name], mesh.get_group(axis.mesh_axis), everyone)
+    free = pool.agree(everyone, keys)
     # Each rank makes only the groups it belongs to, so set-up does not grow with the world.
     return {name: _make_group(name, key, pool, free[name]) for name, key in keys.items()}
 
@@ -161,6 +182,14 @@ def axis_ranks(mesh: DeviceMesh, axis: Axis) -> tuple[int, ...]:
     return tuple(int(line[first + index * axis.stride]) for index in range(axis.size))
 
 
+def _machines(everyone: dist.ProcessGroup) -> dict[int, str]:
+    """The machine of each rank; all of them call this at the same point."""
+    ranks = dist.get_process_group_ranks(everyone)
+    found = [machine_id()] * len(ranks)
+    dist.all_gather_object(found, found[0], group=everyone)
+    return dict(zip(ranks, found, strict=True))
+
+
 def _make_group(name: str, key: Key, pool: _Pool, free: Sequence[int]) -> AxisGroup:
     gather, reduce = pool.channels(key, free, f"{name} gather", f"{name} reduce")
     group = AxisGroup(
@@ -192,6 +221,7 @@ def _new_group(key: Key, serial: int, description: str) -> dist.ProcessGroup:
             timeout=timedelta(seconds=key.timeout_s),
             device_id=_world().bound_device_id,
             group_desc=description,
+            backend_options=key.options.made(key.timeout_s),
         )
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
@@ -215,6 +245,41 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
+SLOW_CTAS = 4
+"""NCCL's fewest channels are two; each brings some 25 GB/s to a network card, of which the fastest take 100."""
+
+
+class Options(NamedTuple):
+    """NCCL's options of a communicator: [Note: Options].
+
+    Args:
+        max_ctas: of its kernels; 0 for NCCL's own limit.
+        zero_ctas: whether copy engines take the place of kernels where they can.
+    """
+
+    max_ctas: int = 0
+    zero_ctas: bool = False
+
+    @classmethod
+    def of(cls, machines: Sequence[str], *, registered: bool) -> Options:
+        """Those for ranks on these machines."""
+        apart = len(set(machines)) == len(machines) and not torch.cuda.get_device_name().startswith("NVIDIA GB")
+        return cls(SLOW_CTAS if apart else 0, registered and len(set(machines)) == 1)
+
+    def made(self, timeout_s: float) -> Any:
+        """As torch has them; None where nothing is set. The variables NCCL_MAX_CTAS and NCCL_CTA_POLICY win."""
+        if self == Options():
+            return None
+        nccl: Any = dist.ProcessGroupNCCL
+        made = nccl.Options()
+        made._timeout = timedelta(seconds=timeout_s)  # else torch warns that it will set it
+        if self.max_ctas:
+            made.config.max_ctas = self.max_ctas
+        if self.zero_ctas and hasattr(nccl, "NCCL_CTA_POLICY_ZERO"):  # NCCL 2.28
+            made.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
+        return made
+
+
 class Key(NamedTuple):
     """Key of a communicator: groups with equal keys can share one.
 
@@ -224,6 +289,7 @@ class Key(NamedTuple):
         backend: of torch.
         device_type: of the tensors that are sent.
         split: off the default process group, where that is bound to a device: all its ranks make groups now.
+        options: of NCCL.
     """
 
     ranks: tuple[int, ...]
@@ -231,6 +297,7 @@ class Key(NamedTuple):
     backend: str
     device_type: str
     split: bool
+    options: Options = Options()
 
     @classmethod
     def of(cls, ranks: Sequence[int], device_type: str, *, split: bool, timeout_s: float | None = None) -> Key:
@@ -249,6 +316,7 @@ class _Pool:
         self._free: dict[Key, dict[int, Channel]] = defaultdict(dict)
         self._made: dict[tuple[int, ...], int] = defaultdict(int)
         self._everyone: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._adopted = set[str]()
 
     @classmethod
     def current(cls) -> _Pool:
@@ -263,6 +331,17 @@ class _Pool:
         if key.ranks not in self._everyone:
             self._everyone[key.ranks] = self._make(key, "mesh").process_group
         return self._everyone[key.ranks]
+
+    def adopt(self, key: Key, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
+        """A group that a mesh has made, for one user at a time: [Note: Dimensions]. All its ranks call this at the same
+        point."""
+        transport = transport_of(key.backend, key.device_type)
+        fits = key.device_type != "cpu" and not transport.messages and key.options == Options()
+        if fits and group.group_name not in (everyone.group_name, *self._adopted):
+            self._adopted.add(group.group_name)
+            self._made[key.ranks] += 1
+            transport.connect(group)
+            self.put(key, [Channel(process_group=group, serial=self._made[key.ranks])])
 
     def agree(self, everyone: dist.ProcessGroup, keys: Mapping[str, Key]) -> dict[str, list[int]]:
         """For each axis the serials of channels that are free, and equally far, on all ranks of the axis; as many on

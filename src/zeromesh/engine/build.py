@@ -128,7 +128,7 @@ def build_engine(
     chosen = "; ".join(f"{part} {home.layout.strategy} on {home.layout.mesh}".lstrip() for part, home in homes.items())
     control.require_same("strategy", f"{chosen}{' registered' * register}")
     control.require_same("model", _digest(model, modules, precision, lazy))
-    groups = _groups_of(homes)
+    groups = _groups_of(homes, register=register)
     schedule = Schedule.of(
         homes[""].layout,
         units,
@@ -197,7 +197,7 @@ def _host_arena(schedule: Schedule, control: Control, device: torch.device) -> t
     return control.together(allocate), usable_cores() // ranks
 
 
-def _groups_of(homes: Mapping[str, Home]) -> dict[str, AxisGroup]:
+def _groups_of(homes: Mapping[str, Home], *, register: bool) -> dict[str, AxisGroup]:
     """The groups of every axis of every layout. An axis of a part reuses another's communicators if all ranks can."""
     meshes = {home.layout.part: home.mesh for home in homes.values()}
 
@@ -211,7 +211,8 @@ def _groups_of(homes: Mapping[str, Home]) -> dict[str, AxisGroup]:
     found = dict[str, AxisGroup]()
     for home in homes.values():
         if home.mesh is not None:
-            found |= make_groups(home.mesh, [axis for axis in home.layout.axes if axis.name not in lent])
+            own = [axis for axis in home.layout.axes if axis.name not in lent]
+            found |= make_groups(home.mesh, own, registered=register)
         borrowed = (axis.name for axis in home.layout.axes if axis.name in lent)
         found |= {name: found[lent[name]].lent(name) for name in borrowed}
     return found

@@ -37,6 +37,12 @@ from zeromesh.errors import CommunicationError, InternalError, MeshError, Mismat
 
 ResultT = TypeVar("ResultT")
 
+_HOST = torch.device("cpu")
+
+HOST_WORLD = 64
+"""Most ranks whose words go over the host's network. Gloo's reduction is a ring of 2 (n - 1) messages one after the
+other, of some 30 us each: 4 ms."""
+
 _models: dict[tuple[int, ...], int] = {}
 """How many models were sharded over these ranks; alike on all of them, since they do it together."""
 
@@ -127,11 +133,12 @@ class Control:
             reduce_over(group, values, operation)
         return values
 
-    def words(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """`values` on the ranks' device, which need not have come to them for this to return."""
-        pinned = self.device.type != "cpu"  # a copy from other memory waits for all that the device has to do
+    def words(self, values: Sequence[float], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """`values` on the ranks' device (or another), which need not have come to them for this to return."""
+        device = device or self.device
+        pinned = device.type != "cpu"  # a copy from other memory waits for all that the device has to do
         held = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned)
-        return held.to(self.device, non_blocking=pinned)
+        return held.to(device, non_blocking=pinned)
 
     def agree(self, values: Sequence[int], *, further: Sequence[dist.ProcessGroup] = ()) -> list[int]:
         """The highest of each of `values` on any rank of the mesh, and of those that `further` groups lead to."""
@@ -150,11 +157,14 @@ class Control:
         operation: dist.ReduceOp.RedOpType,
         further: Sequence[dist.ProcessGroup] = (),
     ) -> list[Any]:
-        """The host waits for the other ranks' hosts, and not for work of the devices: the words have a stream of their
-        own."""
-        with nullcontext() if self.device.type == "cpu" else _stream(self.device):
-            words = self.words(values, dtype)
-            for group in (self.group, *further):
+        """The host waits for the other ranks' hosts, and not for work of the devices: the words go over the host's
+        network if the groups have a backend for it, or have a stream of their own."""
+        groups = [group for group in (self.group, *further) if group is not None]
+        on_host = self.world <= HOST_WORLD and all(_HOST in group._device_types for group in groups)
+        device = _HOST if on_host else self.device
+        with nullcontext() if device.type == "cpu" else _stream(device):
+            words = self.words(values, dtype, device)
+            for group in groups:
                 reduce_over(group, words, operation)
             found: list[Any] = words.tolist()
         return found
@@ -352,7 +362,7 @@ def _naming(group: dist.ProcessGroup) -> Iterator[None]:
 @cache
 def _stream(device: torch.device) -> torch.Stream:
     """One for all steps: memory that is freed on a stream is used again by that stream alone."""
-    return torch.Stream(device)
+    return torch.Stream(device, priority=-1)  # as lanes: hosts wait for it
 
 
 def _differing(text: str, other: str) -> str:
