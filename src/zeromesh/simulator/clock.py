@@ -90,7 +90,7 @@ class ClockBackend:
         self.mechanics = mechanics
         self.unit_names = unit_names
         self.record = record
-        self.network = Network(self._finished, cores)
+        self.network = Network(self._finished, cores, implicit=mechanics.launch_order == "implicit")
         self.host = host
         self.host_s = 0.0  # it has issued what it has until then
         self.totals = Totals()

@@ -55,6 +55,7 @@ class Mechanics:
         overlap_refresh: False: updated parameters are gathered before the next forward starts.
         products: other dtypes of the blocks' products that it has; torchao's and Megatron-FSDP's are FSDP's.
         windowed: refreshes start a few units ahead of the forward, as ours do; False: all start with the step.
+        launch_order: of collectives in several lanes: [Note: Launch order] of `zeromesh.simulator.network`.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Mechanics:
     overlap_refresh: bool = True
     products: tuple[str, ...] = ()
     windowed: bool = False
+    launch_order: Literal["none", "implicit"] = "none"
 
     def check_products(self, model: ModelSpec) -> None:
         """Raises InputError where the blocks' products are in a dtype that the engine does not compute in."""

@@ -6,6 +6,10 @@ more of a level's links than there is, they slow down in proportion. Compute slo
 of the device together, and as far as it waits for memory by what they move there (`zeromesh.cost.contention`). Where
 the processor that computes also moves the bytes (`cores`), it is a resource like a level's links, of which compute asks
 for a core: together they slow down in proportion.
+
+[Note: Launch order] NCCL may keep collectives of all communicators of a device in the order in which the host launched
+them (NCCL_LAUNCH_ORDER_IMPLICIT): each begins once all before it have begun. One that waits for its lane then holds up
+those of other lanes. Copies to and from the host are none of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from math import inf
 from zeromesh.cost import CollectiveCost, slowdown
 from zeromesh.cost.collective import HOST
 from zeromesh.errors import InternalError
+from zeromesh.schedule.transfer import COPIES
 
 Load = dict[int, float]
 
@@ -84,17 +89,23 @@ class Network:
     Args:
         finished: called with (job, work, start, end) when a collective ends.
         cores: of the device, where it moves the bytes itself; the computation can use one.
+        implicit: whether collectives begin in the order of their launch: [Note: Launch order].
+        launched: jobs with collectives that have not begun, if so.
     """
 
     finished: Callable[[Job, Work, float, float], None]
     cores: float | None = None
+    implicit: bool = False
     now_s: float = 0.0
     lanes: dict[str, deque[Job]] = field(default_factory=dict)
+    launched: deque[Job] = field(default_factory=deque)
 
     def submit(self, job: Job, lane: str) -> Job:
         """Queues `job`; an empty chain ends when it could start."""
         job.lane = lane
         self.lanes.setdefault(lane, deque()).append(job)
+        if self.implicit and job.chain and lane not in COPIES:
+            self.launched.append(job)
         return job
 
     def compute(self, seconds: float, moving: float = 0.0) -> None:
@@ -137,7 +148,7 @@ class Network:
 
     def signature(self, name: Callable[[int], object]) -> list[InLane]:
         """Traffic in flight relative to now, with units named by `name`: equal signatures have equal futures."""
-        queues = sorted(self.lanes.items())
+        queues = [*sorted(self.lanes.items()), ("launched", self.launched)]
         return [(lane, [_progress(job, name) for job in queue]) for lane, queue in queues if queue]
 
     # ---- one event at a time
@@ -180,6 +191,14 @@ class Network:
 
     def _active(self) -> list[Job]:
         """The head of each lane that may run now; heads with nothing to do are ended on the way."""
+        held = len(self.launched)
+        active = self._heads()
+        while len(self.launched) < held:  # which may have held up a lane before theirs
+            held = len(self.launched)
+            active = self._heads()
+        return active
+
+    def _heads(self) -> list[Job]:
         active = []
         for queue in self.lanes.values():
             while queue:
@@ -191,10 +210,20 @@ class Network:
                     queue.popleft()
                     continue
                 if not head.begun:
+                    if self.implicit and head.lane not in COPIES and not self._is_next(head):
+                        break
                     self._begin(head)
                 active.append(head)
                 break
         return active
+
+    def _is_next(self, job: Job) -> bool:
+        """Whether all collectives that were launched before the job's next one have begun."""
+        if self.launched[0] is not job:
+            return False
+        if job.position == len(job.chain) - 1:
+            self.launched.popleft()
+        return True
 
     def _begin(self, job: Job) -> None:
         job.begun, job.started_s, job.share_left = True, self.now_s, 1.0

@@ -107,6 +107,22 @@ def test_overlap_can_be_taken_away_piece_by_piece():
     assert steps[3] > steps[0] * 1.1
 
 
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=3,cluster=2"])
+def test_refreshes_that_all_start_with_the_step_lose_their_overlap_where_launch_order_is_kept(strategy):
+    """A gather inside the node then waits for all refreshes between nodes. Ours start two units ahead, and the forward
+    is as long under either order."""
+    forwards = {}
+    for windowed in (True, False):
+        for order in ("none", "implicit"):
+            engine = replace(find_engine("zeromesh"), windowed=windowed, launch_order=order)
+            found = simulate(LLAMA, A800.take(64), strategy, WORK, engine=engine, record=True)
+            events = found.trace.events if found.trace else ()
+            forwards[windowed, order] = min(e.start_s for e in events if e.name == "backward")
+    lazy, eager = (forwards[windowed, "implicit"] for windowed in (True, False))
+    assert lazy == pytest.approx(forwards[True, "none"], rel=1e-3)
+    assert forwards[False, "none"] == pytest.approx(lazy, rel=1e-3) and eager > 1.3 * lazy
+
+
 def test_parameters_gathered_in_pieces_pay_each_ones_latency_and_send_the_same():
     whole = replace(find_engine("deepspeed"), gather_numel=0)
     apart, together = (

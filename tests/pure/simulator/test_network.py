@@ -53,6 +53,35 @@ def test_jobs_share_lanes_links_and_processor(cores, lanes, works, ends):
     assert [each.done_s for each in jobs] == pytest.approx(ends, abs=0.02 if 10.1 in ends else 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("refreshes", "lane", "ends"),
+    [
+        (1, "unshard", (1.0, 1.0)),
+        (2, "unshard", (1.0, 5.0)),  # the second refresh begins when the first has ended
+        (3, "unshard", (1.0, 9.0)),
+        (3, "up", (1.0, 1.0)),  # a copy is none of NCCL's
+    ],
+)
+def test_launch_order_holds_collectives_up_behind_those_that_wait_for_their_lane(refreshes, lane, ends):
+    for implicit, expected in zip((False, True), ends, strict=True):
+        net = Network(lambda job, done, start, end: None, implicit=implicit)
+        for _ in range(refreshes):
+            net.submit(job(work(l1=4.0)), "refresh")
+        gather = net.submit(job(work(l0=1.0)), lane)
+        net.wait_for(gather)
+        assert gather.done_s == pytest.approx(expected)
+
+
+def test_a_chain_holds_its_place_in_the_launch_order_until_its_last_collective_has_begun():
+    net = Network(lambda job, done, start, end: None, implicit=True)
+    net.submit(job(work(l1=4.0), work(l1=2.0)), "refresh")
+    first, second = (net.submit(job(work(l0=1.0)), lane) for lane in ("unshard", "reduce"))
+    before = net.signature(str)
+    net.wait_for(first)
+    assert (first.done_s, second.done_s) == pytest.approx((6.0, 6.0))  # both on the same links
+    assert net.signature(str) != before
+
+
 def test_chains_and_jobs_that_wait_for_others():
     net = network()
     net.wait_for(net.submit(job(), "gather"))
