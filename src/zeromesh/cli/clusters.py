@@ -28,7 +28,9 @@ def clusters(
         levels = [
             f"{lv.name} {lv.size} x {units.format_bytes_per_s(lv.bandwidth_bytes_per_s)}" for lv in cluster.levels
         ]
-        facts = [f"{device.name}: {units.format_bytes(device.memory_bytes)}", *rates, *levels]
+        machine = cluster.host_memory_bytes
+        host = [] if machine is None else [f"machine {units.format_bytes(machine)}"]
+        facts = [f"{device.name}: {units.format_bytes(device.memory_bytes)}", *host, *rates, *levels]
         # Lines break between facts, not inside one.
         text = ", ".join(fact.replace(" ", "\N{NO-BREAK SPACE}") for fact in facts)
         print(textwrap.fill(f"{cluster.name}  {cluster.description}", width, subsequent_indent="    "))

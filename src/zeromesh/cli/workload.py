@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
 import typer
 
 from zeromesh.errors import InputError, one_of
-from zeromesh.units import parse_count
+from zeromesh.units import parse_bytes, parse_count
 
 if TYPE_CHECKING:
     from zeromesh.cluster import Cluster
@@ -85,6 +85,9 @@ class Described:
         ),
     ] = True
     memory_margin: Annotated[float, _cluster(help="Share of the device's memory to leave free.")] = 0.08
+    host_memory: Annotated[
+        str, _cluster(help="Memory of one machine, as in 128GB, where the cluster's is another.")
+    ] = ""
     engine: Annotated[str, _cluster(help="Engine to predict: zeromesh, fsdp, deepspeed or amsp.")] = "zeromesh"
     like: Annotated[str, _cluster(help=LIKE)] = ""
     like_strategy: Annotated[str, _cluster(help="The layout of --like's run; by default the command's own.")] = ""
@@ -111,6 +114,8 @@ class Described:
         found = find_cluster(self.cluster)
         if self.world:
             found = found.take(self.world)
+        if self.host_memory:
+            found = replace(found, host_memory_bytes=parse_bytes(self.host_memory))
         check_choice("--kernels", self.kernels, tuple(KERNELS))
         if self.products:
             check_choice("--products", self.products, tuple(CAST_BYTES))

@@ -50,6 +50,8 @@ def preset(name: str) -> Cluster:
         sources[f"level.{own['name']}.latency"] = level.pop("latency_source")
         levels.append(level)
     table = {"name": name, "description": made["description"], "device": device, "level": levels, "sources": sources}
+    if "host_memory" in made:
+        table["host_memory"], sources["host_memory"] = made["host_memory"], made["host_memory_source"]
     return cluster_of(table, where=f"preset {name}")
 
 

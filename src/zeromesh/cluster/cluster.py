@@ -10,6 +10,9 @@ from zeromesh.cluster.device import Device
 from zeromesh.cluster.level import Level
 from zeromesh.errors import ClusterError, nearest
 
+HOST_SHARE = 0.95
+"""Share of a machine's memory for the shards of its ranks; the system and the processes themselves need some."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
@@ -19,6 +22,7 @@ class Cluster:
         name: for reports.
         device: the one kind of device.
         levels: at least one, innermost first, with distinct names.
+        host_memory_bytes: memory of one machine, which its devices' processes share. None if unknown.
         description: one line for `zeromesh clusters`.
         sources: pairs of (key, where its value comes from), keys as in the file ("level.node.latency").
     """
@@ -26,6 +30,7 @@ class Cluster:
     name: str
     device: Device
     levels: tuple[Level, ...]
+    host_memory_bytes: float | None = None
     description: str = ""
     sources: tuple[tuple[str, str], ...] = ()
 
@@ -38,6 +43,8 @@ class Cluster:
             raise ClusterError(
                 f"cluster {self.name!r}: levels must have distinct names, {', '.join(twice)} stands twice"
             )
+        if self.host_memory_bytes is not None and self.host_memory_bytes <= 0:
+            raise ClusterError(f"cluster {self.name!r}: host_memory must be positive, got {self.host_memory_bytes}")
 
     @property
     def world(self) -> int:
@@ -48,6 +55,17 @@ class Cluster:
     def devices(self) -> int:
         """In the whole cluster, cut or not."""
         return math.prod(level.members for level in self.levels)
+
+    @property
+    def machine_devices(self) -> int:
+        """Devices of one machine: of the level called `node`, else of the innermost one."""
+        names = [level.name for level in self.levels]
+        return self.members_below(names.index("node") + 1 if "node" in names else 1)
+
+    @property
+    def host_limit_bytes(self) -> float:
+        """Memory of a machine that its ranks may take for shards; infinite if it is unknown."""
+        return math.inf if self.host_memory_bytes is None else self.host_memory_bytes * HOST_SHARE
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

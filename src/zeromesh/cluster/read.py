@@ -3,6 +3,7 @@
 ::
 
     name = "a800-8x-hdr"
+    host_memory = "2 TB"                # optional: of one machine, that is of a `node` or an innermost level
     [device]
     name = "A800-SXM4-80GB"
     memory = "80 GB"
@@ -345,6 +346,7 @@ class _Level(_Table):
 class _Cluster(_Table):
     name: Text
     description: str = ""
+    host_memory_bytes: Bytes | None = Field(None, alias="host_memory")
     device: _Device
     levels: tuple[_Level, ...] = Field(
         alias="level", min_length=1, description="one [[level]] table per level, innermost first"
@@ -356,6 +358,7 @@ class _Cluster(_Table):
         return Cluster(
             name=self.name,
             description=self.description,
+            host_memory_bytes=self.host_memory_bytes,
             device=self.device.made,
             levels=tuple(level.made for level in self.levels),
             sources=tuple(sorted(self.sources.items())),

@@ -22,7 +22,7 @@ SAMPLE_S = 0.3
 
 
 def measure_machine(ranks: Ranks) -> dict[str, Any]:
-    """A task of `launch`: the device's name, memory and rates, and cores for each rank on CPU.
+    """A task of `launch`: the device's name, memory and rates, the machine's memory, and cores for each rank on CPU.
 
     Rates are the slowest rank's on devices, since all others wait for it; on CPU, where ranks share cores, the mean of
     all. `by_rank` has every rank's.
@@ -35,6 +35,7 @@ def measure_machine(ranks: Ranks) -> dict[str, Any]:
     return {
         "name": _name(ranks.device),
         "memory_bytes": memory,
+        "host_memory_bytes": _host_memory(),
         "memory_bytes_per_s": figure(copies),
         "peak_flops": {name: figure(each) for name, each in products.items()},
         "by_rank": {"copies": copies, **{f"{name} products": each for name, each in products.items()}},

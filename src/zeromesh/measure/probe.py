@@ -213,6 +213,7 @@ def _cluster(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any], mesh: Mesh,
         description=f"measured by zeromesh probe, {date.today().isoformat()}",
         device=device,
         levels=tuple(made),
+        host_memory_bytes=machine["host_memory_bytes"],
         sources=tuple(sorted(_sources(levels, raw).items())),
     )
 
@@ -242,6 +243,7 @@ def _level(name: str, size: int, found: LevelProbe | None, below: int, inside: l
 def _sources(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any]) -> dict[str, str]:
     sources = {
         "device.memory": "the machine's, divided by its ranks" if raw["machine"]["cores"] else "the driver's",
+        "host_memory": "the system's: all of one machine's",
         "device.memory_bandwidth": "measured: a copy, read and write counted, on all ranks at once",
         "device.peak": "measured: the fastest of a few square products, on all ranks at once; not a data sheet's",
     }

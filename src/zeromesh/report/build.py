@@ -132,10 +132,7 @@ def what_if_lines(planned: Planned, then: Sequence[tuple[str, Planned]]) -> list
 
 def _taken(planned: Planned) -> str:
     simulation = planned.best.simulation
-    return (
-        f"{simulation.named} takes {format_seconds(simulation.step_s, digits=4)} a step and "
-        f"{format_bytes(simulation.memory.total)}"
-    )
+    return f"{simulation.named} takes {format_seconds(simulation.step_s, digits=4)} a step and {simulation.memory_text}"
 
 
 def candidates_table(choices: Sequence[Choice]) -> Table:
@@ -151,7 +148,7 @@ def candidates_table(choices: Sequence[Choice]) -> Table:
                 f"{choice.simulation.tokens_per_s_per_device:,.0f}",
                 f"{choice.simulation.mfu:.1%}",
                 format_seconds(choice.simulation.exposed_comm_s),
-                format_bytes(choice.simulation.memory.total),
+                choice.simulation.memory_text,
                 "yes" if choice.simulation.fits else "no",
             )
             for choice in choices
@@ -216,7 +213,7 @@ def _facts(choice: Choice) -> tuple[Fact, ...]:
         Fact(key="step_s", label="step time", value=format_seconds(simulation.step_s, digits=4)),
         Fact(key="mfu", label="MFU", value=f"{simulation.mfu:.1%}"),
         Fact(key="tokens", label="tokens/s per device", value=f"{simulation.tokens_per_s_per_device:,.0f}"),
-        Fact(key="memory", label="memory per device", value=format_bytes(simulation.memory.total)),
+        Fact(key="memory", label="memory per device", value=simulation.memory_text),
         Fact(
             key="batch",
             label="sequences x micro-batches",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -62,7 +63,10 @@ def _details(console: Console, choice: Choice) -> None:
     memory = ", ".join(f"{kind} {format_bytes(value)}" for kind, value in simulation.memory.as_dict().items())
     console.print(Text(f"memory per device: {memory} (usable {format_bytes(simulation.memory_limit_bytes)})"))
     if simulation.host_memory_bytes:
-        console.print(Text(f"memory of its host: {format_bytes(simulation.host_memory_bytes)} per device"))
+        limit, machine = simulation.machine_limit_bytes, format_bytes(simulation.machine_memory_bytes)
+        usable = f"{format_bytes(limit)} usable" if isfinite(limit) else "not known how much it has: --host-memory"
+        host = format_bytes(simulation.host_memory_bytes)
+        console.print(Text(f"memory of its host: {host} per device, {machine} a machine ({usable})"))
     console.print(
         Text(
             f"computes {format_seconds(simulation.compute_s, digits=4)}, waits for communication "

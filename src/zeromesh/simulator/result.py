@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import Any
 
 from zeromesh.parallel import WHOLE, Parallel
@@ -98,6 +99,8 @@ class Simulation:
         memory: at the peak.
         memory_limit_bytes: of the device, the margin off.
         host_memory_bytes: that each device's rank keeps in its host's memory.
+        machine_devices: devices whose ranks share a machine's memory.
+        machine_limit_bytes: usable memory of a machine; infinite if it is unknown.
         axes: traffic by axis, those inside the model last.
         owners: of each optimizer that steps by owners.
         ranks: of a pipeline, one of each kind.
@@ -122,6 +125,8 @@ class Simulation:
     ranks: tuple[PipelineRank, ...] = ()
     trace: Trace | None = None
     host_memory_bytes: float = 0.0
+    machine_devices: int = 1
+    machine_limit_bytes: float = inf
 
     @property
     def named(self) -> str:
@@ -130,18 +135,35 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak stays within the device's memory less the margin."""
-        return self.memory.total <= self.memory_limit_bytes
+        """Whether the peak stays within the device's memory less the margin, and shards within a machine's memory."""
+        return self.memory.total <= self.memory_limit_bytes and self.machine_memory_bytes <= self.machine_limit_bytes
+
+    @property
+    def machine_memory_bytes(self) -> float:
+        """Bytes that the ranks of a machine keep in its memory, all together."""
+        return self.host_memory_bytes * self.machine_devices
+
+    @property
+    def memory_text(self) -> str:
+        """The peak of a device, and what lies on its host, for a person."""
+        host, machine = format_bytes(self.host_memory_bytes), format_bytes(self.machine_memory_bytes)
+        beside = f" + {host} on the host ({machine} a machine)" if self.host_memory_bytes else ""
+        return f"{format_bytes(self.memory.total)}{beside}"
 
     def notes(self) -> list[str]:
         """How even owners are, and by how much it does not fit."""
         return [*map(str, self.owners), *([] if self.fits else [self._lacks()])]
 
     def _lacks(self) -> str:
-        over = self.memory.total - self.memory_limit_bytes
-        text = (
-            f"does not fit: {format_bytes(self.memory.total)} per device are needed and "
-            f"{format_bytes(self.memory_limit_bytes)} are usable, {format_bytes(over)} too much"
+        places = (
+            ("per device", self.memory.total, self.memory_limit_bytes),
+            ("of a machine's memory", self.machine_memory_bytes, self.machine_limit_bytes),
+        )
+        text = "does not fit: " + "; ".join(
+            f"{format_bytes(needed)} {place} are needed and {format_bytes(limit)} are usable, "
+            f"{format_bytes(needed - limit)} too much"
+            for place, needed, limit in places
+            if needed > limit
         )
         more = sum(share.held_bytes - share.sliced_bytes for share in self.owners)
         if more > 0:
@@ -166,6 +188,8 @@ class Simulation:
             "exposed": [{"axis": axis, "collective": name, "seconds": s} for axis, name, s in self.exposed],
             "memory_bytes": self.memory.as_dict(),
             "host_memory_bytes": self.host_memory_bytes,
+            "machine_memory_bytes": self.machine_memory_bytes,
+            "machine_memory_limit_bytes": self.machine_limit_bytes if isfinite(self.machine_limit_bytes) else None,
             "fits": self.fits,
             "axes": [
                 {

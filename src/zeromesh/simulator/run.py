@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TypeVar
 
 from zeromesh.cluster import Cluster
@@ -320,12 +319,8 @@ class Setup:
         return self.compute.optimizer(sum(self._sliced(on_host=False)) - owned)
 
     def host_step_seconds(self) -> list[float]:
-        """By unit, on the host, whose memory the devices of a machine share: those of the level called `node`, or of
-        the innermost one."""
-        names = [name for name, _ in self.cluster.axes]
-        inside = names.index("node") + 1 if "node" in names else 1
-        ranks = prod(size for _, size in self.cluster.axes[:inside]) * self.division.parallel.tp
-        seconds = self.constants.optimizer_bytes * ranks / self.constants.host_memory_bytes_per_s
+        """By unit, on the host, whose memory the devices of a machine share."""
+        seconds = self.constants.optimizer_bytes * self.cluster.machine_devices / self.constants.host_memory_bytes_per_s
         return [numel * seconds for numel in self._sliced(on_host=True)]
 
     def _sliced(self, *, on_host: bool) -> list[float]:
@@ -503,6 +498,8 @@ def _result(setup: Setup, step: Step, totals: Totals, memory_margin: float) -> S
         memory=memory,
         memory_limit_bytes=cluster.device.memory_bytes * (1 - memory_margin),
         host_memory_bytes=host_bytes(setup.schedule),
+        machine_devices=cluster.machine_devices,
+        machine_limit_bytes=cluster.host_limit_bytes,
         axes=tuple(
             AxisTraffic(
                 axis=axis.name,

@@ -88,6 +88,7 @@ MEMORY, PEAK = 'memory = "80 GB"', 'bf16 = "312 TFLOP/s"'
         ("size = 128", "size = 1\nshares = { all_reduce = nan }", r"level\[1\]\.shares\.all_reduce: expected a finite"),
         (MEMORY, 'memroy = "80 GB"', r"device\.memroy: unknown key; did you mean memory"),
         (PEAK, 'bf17 = "312 TFLOP/s"', r"device\.peak\.bf17: unknown key; did you mean bf16"),
+        ("[device]", 'host_memory = "0 GB"\n[device]', r"host_memory: expected a finite value above zero"),
         (PEAK, "", r"device\.peak: expected a rate by dtype"),
         ('latency = "15 us"', 'latency = "-15 us"', r"level\[1\]\.latency: expected a finite time of zero or more"),
         ('bandwidth = "100 GB/s"', 'bandwidth = "100 GB"', r"level\[1\]\.bandwidth: .*unknown unit 'GB'"),
@@ -152,7 +153,8 @@ def test_every_constant_of_a_preset_has_a_source(name):
     levels = {f"level.{lv.name}.{key}" for lv in found.levels for key in ("bandwidth", "latency")}
     achieved = {"device.achievable"} if found.device.achievable_flops else set()
     cores = {"device.multiprocessors" if found.device.cores is None else "device.cores"}
-    assert set(sources) == device | levels | achieved | cores
+    host = {"host_memory"} if found.host_memory_bytes else set()
+    assert set(sources) == device | levels | achieved | cores | host
     assert all(len(text) > 10 for text in sources.values())
     assert found.name == name and found.description
     for dtype, rate in found.device.achievable_flops:
@@ -206,6 +208,7 @@ def test_optional_keys_and_odd_text_are_read_back():
     )
     odd = replace(
         cluster,
+        host_memory_bytes=1.5e12,
         description='say "hi"\\ in 2 lines\n',
         device=replace(
             cluster.device,
@@ -263,7 +266,8 @@ def test_the_list_shows_memory_peaks_and_rates_in_80_columns(monkeypatch):
     assert all(len(line) <= 80 for line in lines)
     start = lines.index("gb300-nvl72  GB300 NVL72: racks of 72 on NVLink, an XDR InfiniBand NIC per GPU")
     text = " ".join(line.strip() for line in lines[start + 1 : start + 3])
-    assert text == ("GB300-278GB: 278 GB, bf16 2.5 PFLOP/s, fp8 5 PFLOP/s, rack 72 x 900 GB/s, cluster 128 x 7.2 TB/s")
+    memory = "GB300-278GB: 278 GB, machine 17 TB"
+    assert text == f"{memory}, bf16 2.5 PFLOP/s, fp8 5 PFLOP/s, rack 72 x 900 GB/s, cluster 128 x 7.2 TB/s"
 
 
 def test_a_cloud_s_name_of_its_machines_is_a_preset_s_other_name():
@@ -274,6 +278,10 @@ def test_a_cloud_s_name_of_its_machines_is_a_preset_s_other_name():
         "B200-SXM-180GB",
         "GB200-186GB",
     }
+    p4d = preset("p4d")
+    assert (p4d.host_memory_bytes, p4d.take(4).host_memory_bytes) == (1152 * 2**30, 1152 * 2**30)
+    assert [p4d.machine_devices, p4d.cut(inner=2).machine_devices, p4d.take(4).machine_devices] == [8, 8, 4]
+    assert preset("frontier-mi250x").machine_devices == 8  # two on each of four packages
 
 
 def test_a_link_is_as_fast_as_its_slower_direction():

@@ -31,6 +31,7 @@ def raw(latency: float = 1e-4, *, loaded: float = 1.0, spread: float = 1.0) -> d
     machine = {
         "name": "cpu",
         "memory_bytes": 1e9,
+        "host_memory_bytes": 4e9,
         "memory_bytes_per_s": 1e10,
         "peak_flops": {"fp32": 1e10},
         "cores": 0.5,
