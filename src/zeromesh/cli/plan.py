@@ -34,6 +34,9 @@ def plan(
     space: Annotated[
         str, _search(help="What to search: zeromesh (the layout), or full (also tp, cp, pp and ep that are not given).")
     ] = "zeromesh",
+    host: Annotated[
+        str, _search(help="Shards in the host's memory: any stage, none, or auto (where nothing fits without).")
+    ] = "auto",
     splits: Annotated[str, _search(help="How many levels may be split: none, once or all.")] = "once",
     within: Annotated[
         float,
@@ -56,6 +59,7 @@ def plan(
 
     shared.check_choice("--wire", wire, ("lossless", "any"))
     shared.check_choice("--collective", collective, planner.collective_choices())
+    shared.check_choice("--host", host, ("auto", "any", "none"))
     shared.check_choice("--splits", splits, ("none", "once", "all"))
     shared.check_choice("--space", space, ("zeromesh", "full"))
     shared.check_top(top)
@@ -68,6 +72,7 @@ def plan(
         splits=splits,  # type: ignore[arg-type]  # checked above
         wires=wire,  # type: ignore[arg-type]  # checked above
         collective=collective,
+        host=host,  # type: ignore[arg-type]  # checked above
         max_simulations=None if exact else planner.Options().max_simulations,
         memory_margin=given.memory_margin,
     )

@@ -153,6 +153,10 @@ class ComputeModel:
         measured = self._kernel("optimizer")
         return moved / measured.forward if measured else self.memory(moved)
 
+    def host_step(self, elements: float, devices: int) -> float:
+        """Seconds of the same in the host's memory, where the ranks of `devices` step at once."""
+        return elements * self.constants.optimizer_bytes * devices / self.constants.host_memory_bytes_per_s
+
     def gradients(self, moved_bytes: float, *, added: bool = False) -> float:
         """Seconds in which gradients are copied from where autograd leaves them, or added to those that are there."""
         measured = self._kernel("gradients")

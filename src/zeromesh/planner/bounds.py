@@ -62,6 +62,7 @@ class Bounds:
         division: where the model is cut: it is then that of one kind of rank, and the cluster what is left of it.
         part: which kind.
         known: what has been found for other bounds of one workload.
+        host: the stage of the host's memory.
     """
 
     model: ModelSpec
@@ -74,6 +75,7 @@ class Bounds:
     division: Division | None = None
     part: int = 0
     known: Known = field(default_factory=lambda: Known(), compare=False)
+    host: Stage = Stage.ZERO
 
     @property
     def _parallel(self) -> Parallel:
@@ -94,6 +96,7 @@ class Bounds:
             joins=self.joins,
             division=self.division,
             part=self.part,
+            host=self.host,
         )
 
     @cached_property
@@ -215,11 +218,16 @@ class Bounds:
         sizes = [ITEM_BYTES[dtype] for dtype in (self.workload.wire_dtype, self.workload.grad_dtype, *wires)]
         return min(sizes), max(sizes if len(wires) == len(self._grad_wires) else [*sizes, ITEM_BYTES["fp32"]])
 
+    def _host_step_s(self, block: Block) -> Floats:
+        trained = (trained / state_degree(own) for own, (_, trained) in self.elements.layouts(block))
+        elements = sum(trained, np.zeros(len(block))) * self.host.shards_states
+        return elements * self.compute.host_step(1.0, self.cluster.machine_devices)
+
     def optimizer_s(self, block: Block) -> Floats:
-        """Each rank has a part of the elements; of what owners divide, one has at least the mean."""
+        """On the device. Each rank has a part of the elements; of what owners divide, one has at least the mean."""
         by_state = state_degree(block)
         elements = sum(np.asarray(trained / state_degree(own)) for own, (_, trained) in self.elements.layouts(block))
-        seconds = elements * self.compute.optimizer(1.0)
+        seconds = elements * (0.0 if self.host.shards_states else self.compute.optimizer(1.0))
         if self.workload.optimizer == "muon":
             seconds += self._newton_schulz_s / by_state
         return np.asarray(seconds)
@@ -267,6 +275,8 @@ class Bounds:
             moving=moving,
             edge=edge,
             late=edge + adding * real,
+            copied=self.memory.copied_bytes(block) / self.constants.host_copy_bytes_per_s,
+            stepped=self._host_step_s(block),
         )
 
     def _added(self, block: Block, experts: bool) -> Floats:

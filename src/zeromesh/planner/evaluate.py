@@ -16,7 +16,7 @@ from zeromesh.simulator import Mechanics, Simulation, find_engine
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.few import simulate_few
 from zeromesh.simulator.run import simulate_divided, static_memory
-from zeromesh.strategy import Strategy
+from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.collective import AUTO
 
 
@@ -42,11 +42,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Step time and peak memory."""
+    """Step time and peak memory, of the device and of its host."""
 
     candidate: Candidate
     step_s: float
     memory_bytes: float
+    host_memory_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ class Evaluator:
     constants: Constants
     memory_margin: float
     _divisions: dict[Parallel, Division] = field(default_factory=dict, init=False)
-    _bounds: dict[tuple[tuple[str, ...], str, Parallel], tuple[Bounds, Bounds]] = field(
+    _bounds: dict[tuple[tuple[str, ...], str, Parallel, Stage], tuple[Bounds, Bounds]] = field(
         default_factory=dict, init=False
     )
     _known: Known = field(default_factory=Known, init=False)
@@ -99,6 +100,15 @@ class Evaluator:
         return self.cluster.device.memory_bytes * (1 - self.memory_margin)
 
     @property
+    def host_limit_bytes(self) -> float:
+        """A device's share of its machine's usable memory."""
+        return self.cluster.host_limit_bytes / self.cluster.machine_devices
+
+    def fits(self, estimate: Estimate) -> bool:
+        """Whether it stays within both limits."""
+        return estimate.memory_bytes <= self.limit_bytes and estimate.host_memory_bytes <= self.host_limit_bytes
+
+    @property
     def evaluated(self) -> list[Estimate]:
         return list(self._estimates.values())
 
@@ -113,12 +123,16 @@ class Evaluator:
         return self._divisions[parallel]
 
     def bounds(
-        self, wires: tuple[str, ...] = (), collective: str = AUTO, parallel: Parallel | None = None
+        self,
+        wires: tuple[str, ...] = (),
+        collective: str = AUTO,
+        parallel: Parallel | None = None,
+        host: Stage = Stage.ZERO,
     ) -> tuple[Bounds, Bounds]:
         """The bounds for wires by level, lossless ones if none are given, and a strategy's collectives: of time and of
         memory, which differ in a pipeline: its slowest kind of rank, and the first, which holds most."""
         parallel = parallel or WHOLE
-        key = (wires or ("",) * len(self.cluster.levels), collective, parallel)
+        key = (wires or ("",) * len(self.cluster.levels), collective, parallel, host)
         if key not in self._bounds:
             division = self.division(parallel)
             every = [
@@ -132,6 +146,7 @@ class Evaluator:
                     division if parallel.cuts else None,
                     index,
                     self._known,
+                    host,
                 )
                 for index, part in enumerate(division.parts)
             ]
@@ -169,8 +184,9 @@ class Evaluator:
         found = simulate_few(division, candidate.strategy, work, engine=self.engine, constants=self.constants)
         if found is None:
             whole = self.simulation(candidate)
-            found = whole.step_s, whole.memory.total
-        return Estimate(candidate=candidate, step_s=found[0], memory_bytes=found[1])
+            found = whole.step_s, whole.memory.total, whole.host_memory_bytes
+        step_s, memory_bytes, host_bytes = found
+        return Estimate(candidate=candidate, step_s=step_s, memory_bytes=memory_bytes, host_memory_bytes=host_bytes)
 
     def _simulate(self, candidate: Candidate, *, record: bool = False) -> Simulation:
         return simulate_divided(

@@ -24,6 +24,13 @@ _CALLED = {
     "refresh broadcast": "broadcasts of updated parameters",
     "reduce reduce_scatter": "gradient reduce-scatters",
     "reduce all_reduce": "gradient all-reduces",
+    "step": "the optimizer's step",
+    "unshard up": "parameter copies up",
+    "unshard down": "kept copies down",
+    "refresh up": "updated parameter copies up",
+    "refresh down": "updated parameter copies down",
+    "reduce up": "gradient copies up",
+    "reduce down": "gradient copies down",
 }
 """Names of the simulator's collectives in a sentence."""
 
@@ -43,6 +50,7 @@ class Reason:
         step_s: its step time at its best micro-batch and recomputation; None where it does not fit.
         loses: (where, seconds), the most first: what the best does not pay.
         memory_bytes: what it needs; the least that it can do with where it does not fit.
+        host_memory_bytes: of it, what a device's rank keeps in its host's memory.
     """
 
     name: str
@@ -52,6 +60,7 @@ class Reason:
     step_s: float | None
     loses: tuple[tuple[str, float], ...] = ()
     memory_bytes: float
+    host_memory_bytes: float
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -62,6 +71,7 @@ class Reason:
             "step_s": self.step_s,
             "loses": [{"where": where, "seconds": seconds} for where, seconds in self.loses],
             "memory_bytes": self.memory_bytes,
+            "host_memory_bytes": self.host_memory_bytes,
         }
 
 
@@ -104,6 +114,7 @@ def compare(evaluator: Evaluator, best: Candidate, other: Candidate, name: str) 
         step_s=theirs.step_s,
         loses=loses,
         memory_bytes=theirs.memory.total,
+        host_memory_bytes=theirs.host_memory_bytes,
     )
 
 
@@ -159,4 +170,5 @@ def _excluded(evaluator: Evaluator, least: Candidate, name: str) -> Reason:
         ),
         step_s=None,
         memory_bytes=memory.total,
+        host_memory_bytes=simulation.host_memory_bytes,
     )

@@ -81,7 +81,7 @@ def fastest(evaluator: Evaluator, strategy: Strategy, parallel: Parallel, top: i
             break
         if memory <= evaluator.limit_bytes:
             estimate = evaluator.estimate(candidate)
-            if estimate.memory_bytes <= evaluator.limit_bytes:
+            if evaluator.fits(estimate):
                 fitting = sorted([*fitting, estimate], key=lambda estimate: estimate.step_s)[:top]
     return [estimate.candidate for estimate in fitting] or [min(every, key=lambda pair: pair[1])[0]]
 
@@ -94,7 +94,8 @@ def choices(evaluator: Evaluator, strategy: Strategy, parallel: Parallel = WHOLE
     """
     world, axes = evaluator.division(parallel).cluster.world, evaluator.division(parallel).cluster.axes
     layout = Layout.of(strategy.with_parts({}), axes)
-    block, (bounds, of_memory) = _one_row(layout), evaluator.bounds(_wires(layout), strategy.collective, parallel)
+    of_strategy = _wires(layout), strategy.collective, parallel, strategy.host
+    block, (bounds, of_memory) = _one_row(layout), evaluator.bounds(*of_strategy)
     time, optimizer_s = bounds.time(block), bounds.optimizer_s(block)
     static, of_activations = evaluator.static_bytes(strategy, parallel), 1 + evaluator.constants.allocator_share
     choices = []

@@ -7,6 +7,8 @@ each stage:
     gradients   w_g * Psi' / (N3 * N2)
     states      (w_m + moments) * Psi' / (N3 * N3d * N2 * N1)       w_m = 0 where masters are parts of compute copies
     kept        w * Psi / (product of the parameter axes that are not kept)
+
+The first three lie on the device or, by the stage of the host, in its memory.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.simulator.computation import held_bytes
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.memory import MOMENTS
-from zeromesh.strategy import Wire
+from zeromesh.strategy import Stage, Wire
 from zeromesh.wires import coded
 
 PREFETCH = 1
@@ -59,6 +61,7 @@ class MemoryBound:
         joins: it joins units where no parameters are sharded.
         division: where the model is cut: it is then that of one kind of rank.
         part: which kind.
+        host: the stage of the host's memory.
     """
 
     elements: Elements
@@ -69,6 +72,7 @@ class MemoryBound:
     joins: bool = False
     division: Division | None = None
     part: int = 0
+    host: Stage = Stage.ZERO
 
     @property
     def model(self) -> ModelSpec:
@@ -79,7 +83,7 @@ class MemoryBound:
         return WHOLE if self.division is None else self.division.parallel
 
     def state_bytes(self, block: Block) -> Floats:
-        """Parameters, gradients, optimizer states, kept copies and slots of each layout."""
+        """Parameters, gradients, optimizer states, kept copies and slots of each layout, on the device."""
         # A quantised refresh needs a master of its own: the bound leaves it out.
         parts = [self._part_bytes(own, bool(experts)) for experts, (own, _) in enumerate(self.elements.layouts(block))]
         return np.asarray(self.model.whole_bytes + sum(parts) - self._fewer_moments / state_degree(block))
@@ -96,20 +100,55 @@ class MemoryBound:
         copied = (dropped > 1) & (dropped < by_param)  # others stay gathered
         kept = np.where(copied, kept_width * blocks / dropped, 0.0)
         gather, reduce = self._gather_slots(experts), self._reduce_slots(experts)
+        of_device = (shard for shard, on_host in self._shards(block, params, trainable) if not on_host)
+        gathered = (by_param > 1) | self.host.shards_params
         return np.asarray(
-            width * params / by_param
-            + DTYPE_BYTES[work.grad_dtype] * trainable / by_grad
-            + self._state_width * trainable / state_degree(block)
-            + kept
-            + np.where(by_param > 1, np.where(dropped > 1, gather, width * params), 0.0)
+            sum(of_device, kept)
+            + np.where(gathered, np.where(dropped > 1, gather, width * params), 0.0)
             + np.where((by_grad > 1) & ((by_param > 1) | (not self.joins)), reduce, 0.0)
         )
+
+    def _shards(self, block: Block, params: int, trainable: int) -> list[tuple[Floats, bool]]:
+        """Bytes of parameters, gradients and states of each layout, and whether the host has them."""
+        work, host = self.workload, self.host
+        return [
+            (DTYPE_BYTES[work.param_dtype] * params / block.degree(*_PARAM_STAGES), host.shards_params),
+            (DTYPE_BYTES[work.grad_dtype] * trainable / block.degree(*_GRAD_STAGES), host.shards_grads),
+            (self._state_width * trainable / state_degree(block), host.shards_states),
+        ]
+
+    def host_bytes(self, block: Block) -> Floats:
+        """Shards of each layout in the host's memory, with gradients and compute copies of the step there."""
+        work, host, found = self.workload, self.host, np.zeros(len(block))
+        if host is Stage.ZERO:
+            return found
+        cast = 0 if host.shards_params or work.param_dtype == work.master_dtype else DTYPE_BYTES[work.param_dtype]
+        passing = cast + (0 if host.shards_grads else DTYPE_BYTES[work.grad_dtype])
+        for own, (params, trainable) in self.elements.layouts(block):
+            found += passing * trainable / state_degree(own)
+            found += sum(shard for shard, on_host in self._shards(own, params, trainable) if on_host)
+        return found
+
+    def copied_bytes(self, block: Block) -> Floats:
+        """Down and up of each layout, per micro-batch and per step; none without the host. Second gathers and what
+        passes through the lane of gathers are left out."""
+        work, host, found = self.workload, self.host, np.zeros((2, 2, len(block)))
+        if host is Stage.ZERO:
+            return found[:0]
+        for own, (params, trainable) in self.elements.layouts(block):
+            (param, _), (grad, _), _ = self._shards(own, params, trainable)
+            state = trainable / state_degree(own)
+            found[0, 1] += DTYPE_BYTES[work.grad_dtype] * state
+            if host.shards_grads:  # the last micro-batch's go down with the step's
+                found[0] += grad, -grad
+            found[1] += (param, 0 * param) if host.shards_params else (0 * state, DTYPE_BYTES[work.param_dtype] * state)
+        return found
 
     @property
     def _state_width(self) -> float:
         """Bytes of the optimizer's states for each element."""
-        work = self.workload
-        master = 0.0 if work.param_dtype == work.master_dtype else DTYPE_BYTES[work.master_dtype]
+        work, together = self.workload, self.host.shards_states == self.host.shards_params
+        master = 0.0 if work.param_dtype == work.master_dtype and together else DTYPE_BYTES[work.master_dtype]
         return master + MOMENTS * DTYPE_BYTES[work.master_dtype]
 
     @property

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zeromesh.cluster import Cluster
-from zeromesh.cost import Constants, default_constants
-from zeromesh.errors import InputError, NotationError
+from zeromesh.cost import Constants
+from zeromesh.errors import InputError
 from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.parallel import Parallel
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
 from zeromesh.planner.explain import Reason, compare, explain
 from zeromesh.planner.fixed import fastest as fastest_choices
-from zeromesh.planner.known import known_strategies
-from zeromesh.planner.search import Found, NothingFitsError, Options, search
+from zeromesh.planner.known import Known, known_strategies
+from zeromesh.planner.search import Found, Options, search
 from zeromesh.planner.simplest import WITHIN, one_of_each_kind, simplest
+from zeromesh.planner.space import HOSTS
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import Mechanics
 from zeromesh.strategy import Plan, Stage, Strategy
 from zeromesh.trace import Trace
-from zeromesh.units import format_bytes, format_seconds
 
 TRACED_MICRO_BATCHES = 4
 """Micro-batches shown in a timeline: the ones between are alike."""
@@ -41,6 +41,7 @@ class Planned:
         why: what the alternatives lose.
         found: counts and the gap.
         limit_bytes: usable memory of a device.
+        host_s: seconds of the best one's step that its shards in the host's memory cost; 0 if there are none.
         seconds: of planning.
         trace: the best one's timeline, where asked for; of at most `TRACED_MICRO_BATCHES` micro-batches.
     """
@@ -55,6 +56,7 @@ class Planned:
     why: tuple[Reason, ...]
     found: Found
     limit_bytes: float
+    host_s: float
     seconds: float
     trace: Trace | None = None
 
@@ -76,6 +78,7 @@ class Planned:
             "pruned_by_memory": self.found.pruned_memory,
             "simulated": self.found.simulated,
             "memory_limit_bytes": self.limit_bytes,
+            "host_s": self.host_s,
             "front": [
                 {
                     "strategy": str(point.candidate.strategy),
@@ -84,6 +87,7 @@ class Planned:
                     "recomputation": point.candidate.recomputation.value,
                     "step_s": point.step_s,
                     "memory_bytes": point.memory_bytes,
+                    "host_memory_bytes": point.host_memory_bytes,
                 }
                 for point in self.front
             ],
@@ -161,38 +165,37 @@ def plan(
             return error
         return None
 
-    try:
-        found, evaluator = search(
-            model,
-            cluster,
-            workload,
-            options=options,
-            engine=engine,
-            constants=constants,
-            refuses=refusal if emit else None,
-        )
-    except NothingFitsError as error:
-        evaluator = Evaluator(model, cluster, workload, engine, constants or default_constants(), options.memory_margin)
-        offer = None if emit else _on_host(evaluator, error.smallest)
-        raise NothingFitsError(f"{error}; {offer}", error.smallest) from None if offer else error
+    found, evaluator = search(
+        model,
+        cluster,
+        workload,
+        options=options,
+        engine=engine,
+        constants=constants,
+        refuses=refusal if emit else None,
+    )
     parallel = found.best.candidate.parallel
     every = known_strategies(evaluator.division(parallel).cluster)
-    known = [
-        each
-        for each in every
-        if refusal(each.strategy, parallel) is None
-        and (options.splits != "none" or len(each.strategy.axes) == len(each.strategy.names))
-    ]
-    for each in known:
+
+    def known(host: Stage) -> list[Known]:
+        placed = (replace(each, strategy=replace(each.strategy, host=host)) for each in every)
+        return [
+            each
+            for each in placed
+            if refusal(each.strategy, parallel) is None
+            and (options.splits != "none" or len(each.strategy.axes) == len(each.strategy.names))
+        ]
+
+    for each in known(found.best.candidate.strategy.host):
         fastest_choices(evaluator, each.strategy, parallel)
     found = found.again(evaluator, options.wires)
     best = found.best
     if within > 0:
-        names = {each.strategy for each in known}
+        names = {each.strategy for host in HOSTS for each in known(host)}
         best = simplest(evaluator, found, names, within, options.max_simulations)
         found = found.again(evaluator, options.wires)
     first = list(dict.fromkeys((best, found.best)))
-    why = explain(evaluator, best.candidate, known)
+    why = explain(evaluator, best.candidate, known(best.candidate.strategy.host))
     kinds = [estimate for estimate in one_of_each_kind(evaluator, [*first, *found.ranked]) if estimate not in first]
     shown = [*first, *kinds][: max(1, top)]
     candidates = tuple(_choice(evaluator, estimate) for estimate in shown)
@@ -210,25 +213,16 @@ def plan(
         why=tuple(why),
         found=found,
         limit_bytes=evaluator.limit_bytes,
+        host_s=best.step_s - _without_host_s(evaluator, best),
         seconds=time.perf_counter() - start,
         trace=traced(evaluator, best.candidate) if trace else None,
     )
 
 
-def _on_host(evaluator: Evaluator, smallest: Candidate) -> str | None:
-    """The least of the smallest layout's shards in the host's memory with which it fits, for a person."""
-    for stage in (Stage.ONE, Stage.TWO, Stage.THREE) if evaluator.mechanics.name == "zeromesh" else ():
-        strategy = replace(smallest.strategy, host=stage)
-        try:
-            simulation = evaluator.simulation(fastest_choices(evaluator, strategy, smallest.parallel)[0])
-        except NotationError:
-            return None
-        if simulation.fits:
-            return (
-                f"with shards in the host's memory {simulation.named} fits: {format_seconds(simulation.step_s)} a "
-                f"step, {format_bytes(simulation.host_memory_bytes)} of the host for each device"
-            )
-    return None
+def _without_host_s(evaluator: Evaluator, best: Estimate) -> float:
+    """Seconds of its step if devices had the memory for it."""
+    candidate = best.candidate
+    return evaluator.step_s(replace(candidate, strategy=replace(candidate.strategy, host=Stage.ZERO)))
 
 
 def traced(evaluator: Evaluator, candidate: Candidate) -> Trace | None:

@@ -17,21 +17,24 @@ from typing import Literal
 import numpy as np
 
 from zeromesh.cluster import Cluster
+from zeromesh.cluster.cluster import HOST_SHARE
 from zeromesh.cost import Constants, default_constants
 from zeromesh.errors import InputError
-from zeromesh.model import ModelSpec
+from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.parallel import Parallel
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
 from zeromesh.planner.settings import Setting, screened, settings_of
-from zeromesh.planner.space import Block, Integers, Space, Splits
+from zeromesh.planner.space import HOSTS, Block, Integers, Space, Splits, hosted_kinds
 from zeromesh.planner.time_bound import Floats
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import DEFAULT_MARGIN, Mechanics, find_engine
-from zeromesh.strategy import Strategy
+from zeromesh.simulator.run import without_host
+from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.collective import AUTO, collectives, find_collective
 
 Wires = Literal["lossless", "any"]
+Hosts = Literal["auto", "any", "none"]
 Refuses = Callable[[Strategy, Parallel], InputError | None]
 """Why another engine cannot run a layout; None if it can."""
 
@@ -52,9 +55,10 @@ class Options:
             with unsplit levels alone.
         collective: to try over several levels beside one after the other; `auto`: those that have been measured on the
             cluster's backend.
-        max_simulations: candidates simulated at most for each kind of collective; None: as many as it takes to prove
-            the optimum.
+        max_simulations: candidates simulated at most for each kind of collective and stage of the host; None: as many
+            as it takes to prove the optimum.
         tolerance: stop once the gap is at most this.
+        host: `any` also tries every stage of the host's memory, `auto` where nothing fits without.
         memory_margin: share of the device's memory to leave free.
         front: points of the memory-time front to simulate.
     """
@@ -64,6 +68,7 @@ class Options:
     collective: str = "auto"
     max_simulations: int | None = 16
     tolerance: float = 0.0
+    host: Hosts = "auto"
     memory_margin: float = DEFAULT_MARGIN
     front: int = 8
 
@@ -137,7 +142,7 @@ class Rows:
         setting, bounds = self.setting, self.setting.bounds
         strategy = self.space.strategy([int(column[row]) for column in self.indices], bounds.wires)
         return Candidate(
-            strategy=replace(strategy, collective=bounds.collective),
+            strategy=replace(strategy, collective=bounds.collective, host=bounds.host),
             micro_batch=setting.micro_batch,
             micro_batches=setting.micro_batches,
             recomputation=setting.recomputation,
@@ -148,7 +153,8 @@ class Rows:
 
 @dataclass(slots=True)
 class _Pool:
-    """Candidates that may fit, the fronts of their blocks, and the smallest of all."""
+    """Candidates that may fit, the fronts of their blocks, the smallest of all, and of those for which the host's
+    memory alone is too small the one that needs least of it."""
 
     refuses: Refuses | None = None
     refused: InputError | None = None
@@ -158,13 +164,15 @@ class _Pool:
     pruned: int = 0
     smallest_bytes: float = np.inf
     smallest: Candidate | None = None
+    least_host_bytes: float = np.inf
+    crowded: Candidate | None = None
 
-    def accepted(self, block: Block, space: Space, wires: tuple[str, ...], parallel: Parallel) -> Block:
+    def accepted(self, block: Block, space: Space, bounds: Bounds, parallel: Parallel) -> Block:
         """The layouts that another engine can run: all engines have one stage, or one inside of another."""
         assert self.refuses is not None
         few = np.flatnonzero(block.num_runs() <= 2)
-        strategies = (space.strategy([int(column[row]) for column in block.indices], wires) for row in few)
-        refused = [self.refuses(strategy, parallel) for strategy in strategies]
+        strategies = (space.strategy([int(column[row]) for column in block.indices], bounds.wires) for row in few)
+        refused = [self.refuses(replace(strategy, host=bounds.host), parallel) for strategy in strategies]
         self.refused = self.refused or next(filter(None, refused), None)
         return block.choose(few[np.array([error is None for error in refused], dtype=bool)])
 
@@ -225,12 +233,14 @@ def search(
         )
     evaluator = Evaluator(model, cluster, workload, engine, constants, options.memory_margin)
     pool = _Pool(refuses=refuses)
-    collectives = _collectives(cluster, options)
+    collectives, asked = _collectives(cluster, options), options
+    hostless = without_host(workload.fixed(1, Recomputation.NONE), mechanics)
+    hosts = HOSTS if options.host == "any" and not hostless else (Stage.ZERO,)
     if options.max_simulations is not None:
-        options = replace(options, max_simulations=options.max_simulations * len(collectives))
+        options = replace(options, max_simulations=options.max_simulations * len(collectives) * len(hosts))
     bound_s = best_s = np.inf
     rows: dict[Parallel, tuple[Rows, ...]] = {}
-    for parallel, least_s in screened(evaluator):
+    for parallel, least_s in screened(evaluator, hosted=len(hosts) > 1):
         if least_s >= best_s * (1 - options.tolerance):  # and so are all that follow
             bound_s = min(bound_s, least_s)
             break
@@ -238,9 +248,10 @@ def search(
         division = evaluator.division(parallel)
         whole = space or Space(division.cluster.axes, options.splits if division.splits_freely else "none")
         unsplit = replace(whole, splits="none") if len(cluster.levels) > 2 else whole
-        for wires, collective in product(_wires(cluster, options), collectives):
-            bounds = evaluator.bounds(wires, collective, parallel)
-            _fill(pool, *bounds, parallel, unsplit if any(wires) else whole, evaluator.limit_bytes, best_s)
+        for wires, collective, host in product(_wires(cluster, options), collectives, hosts):
+            if host is Stage.ZERO or parallel.pp == 1:
+                bounds = evaluator.bounds(wires, collective, parallel, host)
+                _fill(pool, evaluator, *bounds, parallel, unsplit if any(wires) else whole, best_s)
         before_s = best_s
         best_s, left_s = _simulate_in_order(pool, evaluator, options, best_s)
         if best_s < before_s:
@@ -250,10 +261,21 @@ def search(
         evaluator.estimate(candidate)
     ranked = _fitting(evaluator)
     if not ranked:
+        if options.host == "auto" and not hostless:
+            return search(
+                model,
+                cluster,
+                workload,
+                options=replace(asked, host="any"),
+                engine=engine,
+                constants=constants,
+                space=space,
+                refuses=refuses,
+            )
         if pool.smallest is None:
             assert pool.refused is not None  # nothing else leaves a space empty
             raise pool.refused
-        raise NothingFitsError(_nothing_fits(evaluator, pool.smallest), pool.smallest)
+        raise NothingFitsError(_nothing_fits(evaluator, pool.smallest, pool.crowded), pool.smallest)
     if not bounded(mechanics):
         bound_s = min(_compute_bound_s(evaluator, parallel) for parallel, _ in screened(evaluator))
     found = Found(
@@ -281,8 +303,7 @@ def _compute_bound_s(evaluator: Evaluator, parallel: Parallel) -> float:
 
 def _fitting(evaluator: Evaluator) -> list[Estimate]:
     """Simulated candidates that fit, best first."""
-    fitting = (estimate for estimate in evaluator.evaluated if estimate.memory_bytes <= evaluator.limit_bytes)
-    return sorted(fitting, key=_rank)
+    return sorted(filter(evaluator.fits, evaluator.evaluated), key=_rank)
 
 
 def _wires(cluster: Cluster, options: Options) -> Iterator[tuple[str, ...]]:
@@ -318,33 +339,42 @@ def _rank(estimate: Estimate) -> tuple[float, int, bool, float]:
 
 def _fill(
     pool: _Pool,
+    evaluator: Evaluator,
     bounds: Bounds,
     of_memory: Bounds,
     parallel: Parallel,
     space: Space,
-    limit_bytes: float,
     best_s: float,
 ) -> None:
     """Adds what may fit in memory and be faster than `best_s`."""
     every = list(settings_of(bounds, of_memory, parallel))
     least = min(every, key=lambda setting: setting.extra_bytes)
-    rows_of = partial(Rows, space=space, parallel=parallel)
+    rows_of, limit_bytes = partial(Rows, space=space, parallel=parallel), evaluator.limit_bytes
+
+    def one(block: Block, row: int) -> Candidate:
+        chosen, nothing = block.choose(np.array([row])).indices, np.zeros(1)
+        none = nothing.astype(np.int64)
+        only = rows_of(setting=least, indices=chosen, step_s=nothing, memory=nothing, parts=none, stages=none)
+        return only.candidate(0)
+
     for block in space.blocks():
         if bounds.overlapping:
             # Those that shard over one level do not differ; those that replicate over several sum by level.
             block = block.choose(np.flatnonzero((block.levels_sharded() > 1) & (block.levels_replicated() <= 1)))
         if pool.refuses:
-            block = pool.accepted(block, space, bounds.wires, parallel)
-        if not len(block):
-            continue
-        state = of_memory.memory.state_bytes(block)
+            block = pool.accepted(block, space, bounds, parallel)
+        state, host = of_memory.memory.state_bytes(block), of_memory.memory.host_bytes(block)
+        pool.searched += len(block) * len(every)
+        crowded = np.flatnonzero((host > evaluator.host_limit_bytes) & (state + least.extra_bytes <= limit_bytes))
+        if len(crowded) and (least_host := host[crowded].min()) < pool.least_host_bytes:
+            pool.least_host_bytes, pool.crowded = least_host, one(block, crowded[host[crowded].argmin()])
         order = np.argsort(state, kind="stable")
-        pool.searched += len(order) * len(every)
+        order = order[host[order] <= evaluator.host_limit_bytes]
+        pool.pruned += (len(block) - len(order)) * len(every)
+        if not len(order):
+            continue
         if (smallest := float(state[order[0]]) + least.extra_bytes) < pool.smallest_bytes:
-            one, nothing = block.choose(order[:1]).indices, np.zeros(1)
-            none = nothing.astype(np.int64)
-            only = rows_of(setting=least, indices=one, step_s=nothing, memory=nothing, parts=none, stages=none)
-            pool.smallest_bytes, pool.smallest = smallest, only.candidate(0)
+            pool.smallest_bytes, pool.smallest = smallest, one(block, order[0])
         fitting = [int(np.searchsorted(state[order], limit_bytes - s.extra_bytes, side="right")) for s in every]
         pool.pruned += len(order) * len(every) - sum(fitting)
         fitting = [count if s.least_s < best_s else 0 for s, count in zip(every, fitting, strict=True)]
@@ -352,7 +382,7 @@ def _fill(
         chosen = order[: max(fitting)]
         smaller, memory = block.choose(chosen), state[chosen]
         time, optimizer_s = bounds.time(smaller), bounds.optimizer_s(smaller)
-        parts, stages = smaller.num_parts(), smaller.num_stages()
+        parts, stages = smaller.num_parts() + hosted_kinds(bounds.host), smaller.num_stages()
         for setting, count in zip(every, fitting, strict=True):
             if count:
                 rows = rows_of(
@@ -399,7 +429,7 @@ def _simulate_in_order(pool: _Pool, evaluator: Evaluator, options: Options, best
                 return best_s, left_s
             estimate = evaluator.estimate(candidate)
             simulated += 1
-            if estimate.memory_bytes <= evaluator.limit_bytes:
+            if evaluator.fits(estimate):
                 best_s = min(best_s, estimate.step_s)
     return best_s, best_s
 
@@ -423,7 +453,7 @@ def _front(ranked: list[Estimate]) -> list[Estimate]:
     return front[::-1]
 
 
-def _nothing_fits(evaluator: Evaluator, smallest: Candidate) -> str:
+def _nothing_fits(evaluator: Evaluator, smallest: Candidate, crowded: Candidate | None) -> str:
     simulation = evaluator.simulation(smallest)
     memory, limit = simulation.memory, evaluator.limit_bytes
     name, device = evaluator.model.name, evaluator.cluster.device.name
@@ -440,6 +470,12 @@ def _nothing_fits(evaluator: Evaluator, smallest: Candidate) -> str:
             "shorten the sequence or take a device with more memory"
         )
     remedies = [remedy, *map(str, simulation.owners)]
+    if crowded is not None:
+        needed, there = evaluator.simulation(crowded).machine_memory_bytes, evaluator.cluster.host_limit_bytes
+        remedies.append(
+            f"{crowded.strategy} would fit with {needed / 1e9:.1f} GB of a machine's memory, of which "
+            f"{there / 1e9:.1f} GB are usable ({HOST_SHARE:.0%} of {there / HOST_SHARE / 1e9:.0f} GB)"
+        )
     return (
         f"{name} fits on {evaluator.cluster.world} x {device} under no strategy: the smallest is {smallest} with "
         f"{memory.total / 1e9:.1f} GB per device, and {limit / 1e9:.1f} GB are usable "

@@ -47,7 +47,10 @@ def settings_of(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterat
         for micro_batch, micro_batches in workload.splits(bounds.cluster.world, parallel):
             activations = of_memory.memory.activation_bytes(micro_batch, recomputation)
             overhead = Overhead.of(
-                bounds.constants, messages=bounds.cluster.messages, communicators=0, dynamic_bytes=activations
+                bounds.constants,
+                messages=bounds.cluster.messages,
+                communicators=bounds.mechanics.communicators * sum(size > 1 for _, size in bounds.cluster.axes),
+                dynamic_bytes=activations,
             )
             yield Setting(
                 bounds=bounds,
@@ -71,11 +74,12 @@ def _least_s(fitted: Sequence[Setting]) -> float:
     return least
 
 
-def screened(evaluator: Evaluator) -> list[tuple[Parallel, float]]:
+def screened(evaluator: Evaluator, *, hosted: bool = False) -> list[tuple[Parallel, float]]:
     """Degrees to search, each with seconds that none of its steps is shorter than, shortest first.
 
     Where all degrees are given it is those. Else those that divide what they cut, without what cannot fit even if all
-    state is sharded over all ranks; where none fits, the one that needs least, for the message.
+    state is sharded over all ranks, or lies in the host's memory if `hosted`; where none fits, the one that needs
+    least, for the message.
 
     Raises:
         InputError: the degrees do not divide, or of those that are left open none do.
@@ -94,7 +98,7 @@ def screened(evaluator: Evaluator) -> list[tuple[Parallel, float]]:
         except InputError as error:
             refused = refused or error  # that of the smallest degrees, which names what was given
             continue
-        state = of_memory.memory.least_bytes
+        state = 0.0 if hosted else of_memory.memory.least_bytes
         sizes = [state + setting.extra_bytes for setting in settings]
         if least is None or min(sizes) < least[0]:
             least = min(sizes), parallel

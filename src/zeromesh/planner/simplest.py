@@ -3,8 +3,8 @@
 Predictions are some per cent off, so a layout that is predicted to be 1 % slower may be the faster one. Among layouts
 within a share of the fastest that leave some memory free, the recommended one has, in this order:
 
-1. the fewest degrees of other parallelism, the fewest split levels, the fewest wires and collectives other than the
-   defaults;
+1. the fewest degrees of other parallelism, the fewest split levels and kinds of shards in the host's memory, the fewest
+   wires and collectives other than the defaults;
 2. the least memory, in steps of a tenth of the device's;
 3. the fewest different stages;
 4. a name that people know;
@@ -23,7 +23,7 @@ import numpy as np
 
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
 from zeromesh.planner.search import Found, Rows
-from zeromesh.planner.space import Integers
+from zeromesh.planner.space import Integers, hosted_kinds
 from zeromesh.strategy import Layout, Strategy
 from zeromesh.strategy.collective import AUTO
 
@@ -47,7 +47,7 @@ def simplicity(evaluator: Evaluator, estimate: Estimate, known: Collection[Strat
     sizes = dict(evaluator.division(parallel).cluster.axes)
     return (
         _degrees(estimate.candidate),
-        len(strategy.axes) - len(strategy.names),
+        len(strategy.axes) - len(strategy.names) + hosted_kinds(strategy.host),
         len({term.name for term in strategy.axes if str(term.wire)}) + (strategy.collective != AUTO),
         estimate.memory_bytes // (evaluator.cluster.device.memory_bytes / _STEPS),
         len({term.stage for term in strategy.axes if sizes[term.name] > 1}),
@@ -83,9 +83,9 @@ def simplest(
         before = len(evaluator.evaluated)
         estimate = evaluator.estimate(candidate)
         simulated += len(evaluator.evaluated) - before
-        if estimate.memory_bytes <= evaluator.limit_bytes and estimate.step_s < fastest.step_s:
+        if evaluator.fits(estimate) and estimate.step_s < fastest.step_s:
             fastest = estimate  # a search that stopped early may have missed it
-        if estimate.memory_bytes <= most_bytes:
+        if evaluator.fits(estimate) and estimate.memory_bytes <= most_bytes:
             roomy.append((simplicity(evaluator, estimate, known), estimate))
     best = _simplest_near(roomy, fastest.step_s * (1 + within))
     return best[1] if best else fastest
@@ -134,5 +134,5 @@ def one_of_each_kind(evaluator: Evaluator, estimates: Iterable[Estimate]) -> lis
         axes = Layout.of(strategy, evaluator.division(parallel).cluster.axes).axes
         parts = [(axis.stage.value.removesuffix("k"), axis.wire) for axis in axes if axis.size > 1]
         stages = tuple(stage for stage, _ in groupby(parts))
-        kinds.setdefault((parallel, strategy.collective, stages), estimate)
+        kinds.setdefault((parallel, strategy.host, strategy.collective, stages), estimate)
     return list(kinds.values())

@@ -36,10 +36,18 @@ STAGES = (
 )
 """Most significant first, as parts of one level stand in the notation, innermost first."""
 
+HOSTS = (Stage.ZERO, Stage.ONE, Stage.TWO, Stage.DEFERRED, Stage.THREE)
+"""Stages of the host's memory."""
+
 _BLOCK_ROWS = 1 << 18
 
 _NONE = np.iinfo(np.int16).max
 """A position behind all others."""
+
+
+def hosted_kinds(host: Stage) -> int:
+    """Kinds of shards in the host's memory."""
+    return host.shards_params + host.shards_grads + host.shards_states
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -8,9 +8,10 @@ Communication is then under way for at least
 
     A = max(M * U + E_r, F + E_r, M * R + E_g, B + E_g, max over levels of B_l)
 
-seconds. Nor do the lanes overlap at will. Gathers for a forward end before that forward does, and the reductions of a
-backward begin after it has begun, so U and R meet only in backwards, where gathers take G_b, and where reductions
-spill into the next micro-batch's forward. A lane never idles while it has work, so at most
+seconds; so are the copies to the host, or those from it. Nor do the lanes overlap at will. Gathers for a forward end
+before that forward does, and the reductions of a backward begin after it has begun, so U and R meet only in backwards,
+where gathers take G_b, and where reductions spill into the next micro-batch's forward. A lane never idles while it has
+work, so at most
 
     S = r + g + (n - 1) * max(0, r + g - b) + the reductions of units that are no blocks
 
@@ -31,12 +32,13 @@ With s' what two lanes and those kernels take,
 
     W = (M - 1) * E_m * (1 - s') + M * max(0, g_2 * (1 - s') - f_1) + max(0, r_2 * (1 - s') - b_1)
 
-Nor does the first forward end before every unit is refreshed and gathered, a reduction start before the first backward
-has, or the boundary before the last one. Gathers run ahead of a forward or backward by no more than the units that have
-a place to land, a. With f and b the seconds of one micro-batch's forward and backward, G_f = U - G_b,
+Nor does the first forward end before every unit is refreshed and gathered, or stepped on in the host's memory in h
+seconds, a reduction start before the first backward has, or the boundary before the last one. Gathers run ahead of a
+forward or backward by no more than the units that have a place to land, a. With f and b the seconds of one
+micro-batch's forward and backward, G_f = U - G_b,
 
     f' = max(f, G_f - a),   b' = max(b, G_b - a)
-    step >= max(f, F, G_f, f_l) + max(M * R, (M - 1) * (f' + b') + max(b', R, B, b_l - a)) + optimizer
+    step >= max(f, F, G_f, f_l, h) + max(M * R, (M - 1) * (f' + b') + max(b', R, B, b_l - a)) + optimizer
 
 where f_l is for how long the refresh and the gathers of the first forward keep the links of level l busy, and b_l those
 of the last backward with its reductions. In a pipeline a rank's idle seconds come between.
@@ -120,6 +122,8 @@ class TimeBound:
         moving: of memory, what collectives on all levels have at most.
         edge: s, by layout, without that.
         late: s', by layout, without that.
+        copied: if anything lies on the host, seconds of copies down and of those up, per micro-batch and per step.
+        stepped: h.
     """
 
     lanes: Floats
@@ -129,6 +133,8 @@ class TimeBound:
     moving: float
     edge: Floats
     late: Floats
+    copied: Floats
+    stepped: Floats
 
     def first(self, count: int) -> TimeBound:
         """The bound of the first `count` layouts."""
@@ -140,6 +146,8 @@ class TimeBound:
             moved=self.moved[:, :count],
             edge=self.edge[:count],
             late=self.late[:count],
+            copied=self.copied[:, :, :count],
+            stepped=self.stepped[:count],
         )
 
     def at(self, micro_batches: int, compute: ComputeSeconds, optimizer_s: Floats) -> Floats:
@@ -153,7 +161,7 @@ class TimeBound:
         gather, refresh = micro_batches * self.lanes[Row.GATHER_MICRO], self.lanes[Row.GATHER_STEP]
         reduce, boundary = micro_batches * self.lanes[Row.REDUCE_MICRO], self.lanes[Row.REDUCE_STEP]
         active = np.maximum(np.maximum(gather, refresh) + edge_reduce, np.maximum(reduce, boundary) + edge_gather)
-        for micro, step in self.busy[:, :2]:
+        for micro, step in (*self.busy[:, :2], *self.copied):
             active = np.maximum(active, micro_batches * micro + step)
         met = micro_batches * self.lanes[Row.GATHER_BACK] + (micro_batches - 1) * self._spilled(compute)
         active = np.maximum(active, gather + reduce - met)
@@ -170,7 +178,9 @@ class TimeBound:
         last = (micro_batches - 1) * (forward + backward) + compute.idle
         first_links, last_links = np.max(self.busy[:, 2:], axis=0)
         last += np.maximum.reduce([backward, last_links - lanes[Row.AHEAD], lanes[Row.REDUCE_MICRO], boundary])
-        first = np.maximum.reduce([np.full_like(refresh, compute.forward), refresh, gathered, first_links])
+        first = np.maximum.reduce(
+            [np.full_like(refresh, compute.forward), refresh, gathered, first_links, self.stepped]
+        )
         in_order = first + np.maximum(reduce, last) + optimizer_s
         return np.asarray(np.maximum(np.maximum(active, in_order), compute_s + slowed))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import isfinite
 
 from zeromesh.cluster import Cluster
 from zeromesh.planner import Choice, Estimate, Planned
@@ -25,6 +26,8 @@ from zeromesh.report.page import (
 )
 from zeromesh.report.uncertainty import error_of_steps, uncertainty_lines
 from zeromesh.simulator import Simulation
+from zeromesh.strategy import Stage
+from zeromesh.strategy.stage import HOST
 from zeromesh.trace import Event, Trace
 from zeromesh.units import format_bytes, format_seconds
 
@@ -112,11 +115,20 @@ def choice_lines(planned: Planned) -> list[str]:
     if error is not None:
         both = "both step times are predictions, which were" if differ else "the step time is a prediction; such were"
         lines.append(f"{both} {error.median:.1%} off at the median of {error.rows} published figures")
+    host = planned.best.candidate.strategy.host
+    if host is not Stage.ZERO:
+        known = "" if isfinite(best.machine_limit_bytes) else " (not known how much it has: --host-memory)"
+        lines.append(
+            f"{HOST}={host.value} fits: {format_seconds(planned.host_s)} more a step, "
+            f"{format_bytes(best.machine_memory_bytes)} of a machine's memory{known}"
+        )
     computed = best.compute_s / best.step_s
     if computed > _ANY:
         lines.append(f"{computed:.0%} of the step is computation: any of these layouts will do")
     else:
-        lines.append(f"{1 - computed:.0%} of the step waits for the network")
+        for_host = sum(seconds for axes, _, seconds in best.exposed if axes == HOST) / best.step_s
+        beside = f", {for_host:.0%} for the host" if host is not Stage.ZERO else ""
+        lines.append(f"{1 - computed - for_host:.0%} of the step waits for the network{beside}")
     return lines
 
 

@@ -55,7 +55,8 @@ def _candidates(console: Console, choices: Sequence[Choice]) -> None:
         console.print(Text(name, style="cyan"), soft_wrap=True)  # a long name stays one word
         fitting = "" if fits == "yes" else ", does not fit"
         console.print(Text(f"  {step} a step, {tokens} tokens/s a device, MFU {mfu}, {exposed} exposed"))
-        console.print(Text(f"  {memory}{fitting}; micro-batch {micro_batch}, recomputation {recompute}"))
+        joint = "\n  " if HOST in memory else "; "
+        console.print(Text(f"  {memory}{fitting}{joint}micro-batch {micro_batch}, recomputation {recompute}"))
 
 
 def _details(console: Console, choice: Choice) -> None:

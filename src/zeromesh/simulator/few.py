@@ -10,6 +10,7 @@ from zeromesh.model import UnitKind
 from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.simulator.division import Division, Part
 from zeromesh.simulator.mechanics import Mechanics
+from zeromesh.simulator.memory import host_bytes
 from zeromesh.simulator.run import Setup, Step, setups_of
 from zeromesh.simulator.steady import Repeats
 from zeromesh.simulator.workload import FixedWorkload
@@ -26,8 +27,9 @@ def simulate_few(
     *,
     engine: str | Mechanics = "zeromesh",
     constants: Constants | None = None,
-) -> tuple[float, float] | None:
-    """Seconds of the step and bytes of memory that `simulate_divided` finds; None where a few blocks do not tell."""
+) -> tuple[float, float, float] | None:
+    """Seconds of the step, bytes of memory and of the host's that `simulate_divided` finds; None where a few blocks do
+    not tell."""
     found = []
     for setup, idle_s in setups_of(division, strategy, workload, engine, constants):
         step_s = _step_s(setup, idle_s, engine)
@@ -35,8 +37,9 @@ def simulate_few(
             return None
         activations = setup.activations()
         activations.pass_through(setup.returned())
-        found.append((step_s, setup.peak_memory(activations).total))
-    return max(step_s for step_s, _ in found), max(memory for _, memory in found)
+        found.append((step_s, setup.peak_memory(activations).total, host_bytes(setup.schedule)))
+    step_s, memory, on_host = map(max, zip(*found, strict=True))
+    return step_s, memory, on_host
 
 
 def _step_s(setup: Setup, idle_s: float, engine: str | Mechanics) -> float | None:

@@ -320,8 +320,8 @@ class Setup:
 
     def host_step_seconds(self) -> list[float]:
         """By unit, on the host, whose memory the devices of a machine share."""
-        seconds = self.constants.optimizer_bytes * self.cluster.machine_devices / self.constants.host_memory_bytes_per_s
-        return [numel * seconds for numel in self._sliced(on_host=True)]
+        devices = self.cluster.machine_devices
+        return [self.compute.host_step(numel, devices) for numel in self._sliced(on_host=True)]
 
     def _sliced(self, *, on_host: bool) -> list[float]:
         """By unit, trained elements of a rank's state shards in one place, without padding."""
@@ -337,7 +337,7 @@ class Setup:
 
 def _require_on_device(strategy: Strategy, mechanics: Mechanics, workload: FixedWorkload) -> None:
     """Raises NotationError for shards on the host beside others that keep none there."""
-    named = [*_others(mechanics, workload), *(["a pipeline"] if workload.parallel.pp > 1 else [])]
+    named = [*without_host(workload, mechanics), *(["a pipeline"] if workload.parallel.pp > 1 else [])]
     if strategy.hosted and named:
         raise NotationError(
             f"{strategy} keeps shards in the host's memory, which is not predicted for {' and '.join(named)}: leave "
@@ -345,7 +345,7 @@ def _require_on_device(strategy: Strategy, mechanics: Mechanics, workload: Fixed
         )
 
 
-def _others(mechanics: Mechanics, workload: FixedWorkload) -> list[str]:
+def without_host(workload: FixedWorkload, mechanics: Mechanics) -> list[str]:
     """Another engine, or other optimizers, than parts and the host are predicted for."""
     found = {
         f"engine {mechanics.name}": mechanics.name != "zeromesh",
@@ -357,7 +357,7 @@ def _others(mechanics: Mechanics, workload: FixedWorkload) -> list[str]:
 def _require_parts(strategy: Strategy, workload: FixedWorkload, mechanics: Mechanics) -> None:
     """Raises InputError for parts with a layout of their own beside what knows one for all."""
     cut = [f"a model that is cut by {workload.parallel}"] if workload.parallel.cuts else []
-    named = [*_others(mechanics, workload), *cut]
+    named = [*without_host(workload, mechanics), *cut]
     if strategy.parts and named:
         raise InputError(
             f"strategy {strategy} has strategies for parts of the model, which cannot be predicted beside "

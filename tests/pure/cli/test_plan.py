@@ -110,6 +110,25 @@ def test_simulate_says_what_lies_on_the_host_and_what_is_copied(zeromesh):
     )
 
 
+def test_plan_takes_the_host_s_memory_where_nothing_fits_without(zeromesh, tmp_path):
+    base = ("plan", "--model", "llama-7b", "--cluster", "rtx4090-8x-10g", "--world", "4", "--seq-len", "2048")
+    base = (*base, "--global-batch-tokens", "64Ki", "--splits", "none", "--activation-checkpointing", "full")
+    code, out, _ = zeromesh(*base, "--host-memory", "128GB", "--report", tmp_path / "plan.html")
+    assert code == 0 and re.search(r"\nhost=\d fits: [\d.]+ s more a step, 121 GB of a machine's memory\n", out)
+    assert re.search(r"\n\d+% of the step waits for the network, \d+% for the host\n", out)
+    assert re.search(r"\n  [\d.]+ GB \+ 30.3 GB on the host \(121 GB a machine\)\n  micro-batch", out)
+    assert "memory of its host: 30.3 GB per device, 121 GB a machine (122 GB usable)" in out
+    assert "30.3 GB on the host (121 GB a machine)" in (tmp_path / "plan.html").read_text()
+    answer = json.loads(zeromesh(*base, "--host-memory", "128GB", "--json")[1])
+    step = answer["best"]
+    assert step["machine_memory_bytes"] == 4 * step["host_memory_bytes"] < step["machine_memory_limit_bytes"] == 121.6e9
+    assert 0 < answer["host_s"] < step["step_s"] and answer["front"][0]["host_memory_bytes"] > 30e9
+    assert any(reason["host_memory_bytes"] for reason in answer["why"])
+    code, _, err = zeromesh(*base, "--host", "none")
+    assert code == 2 and "the smallest is node=3" in err
+    assert zeromesh(*base, "--host-memory", "64GB")[0] == 2
+
+
 def test_plan_compares_with_what_another_network_or_engine_would_give(zeromesh: Any) -> None:
     changes = ["--what-if", "cluster.bandwidth=2x", "--what-if", "node.latency=1 us,memory=141 GB"]
     code, out, _ = zeromesh("plan", *SMALL, *changes, "--engine", "fsdp", "--json")
@@ -178,9 +197,14 @@ def test_wrong_input_is_one_message_and_exit_code_2(zeromesh: Any, what: str) ->
         ("plan", "--splits one", "--splits must be one of none, once, all; got 'one'"),
         ("plan", "--space ful", "did you mean full"),
         ("plan", "--collective ring", "--collective must be one of auto, hierarchical, ho_ring; got 'ring'"),
+        ("plan", "--host 1", "--host must be one of auto, any, none; got '1'"),
         ("plan", "--pp-schedule zero", "--pp-schedule must be one of gpipe"),
         ("plan", "--tp 0", "--tp must be at least 1, got 0"),
-        ("plan", "--model llama-65b --world 8 --global-batch-tokens 32768", "devices of this kind would do"),
+        (
+            "plan",
+            "--model llama-65b --world 8 --global-batch-tokens 32768 --host none",
+            "devices of this kind would do",
+        ),
         ("plan", "--model gpt2 --seq-len 1024 --micro-batch 1 -o missing/plan.json", "cannot be written"),
     ],
 )

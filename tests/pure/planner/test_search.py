@@ -17,7 +17,7 @@ from zeromesh.planner.known import known_strategies
 from zeromesh.planner.space import Space
 from zeromesh.simulator import simulate
 from zeromesh.simulator.units import schedule_units
-from zeromesh.strategy import Plan, Strategy
+from zeromesh.strategy import Plan, Stage, Strategy
 
 WORKLOAD = Workload(seq_len=256, global_batch_tokens=256 * 16 * 2)
 
@@ -110,7 +110,7 @@ def test_nothing_fits_says_the_smallest_and_how_many_devices_would_do() -> None:
     cluster = find_cluster("a800-8x-hdr").take(8)
     workload = Workload(seq_len=2048, global_batch_tokens=2048 * 8)
     with pytest.raises(NothingFitsError, match=r"llama-65b fits on 8 x A800.* under no strategy") as error:
-        search(preset("llama-65b"), cluster, workload)
+        search(preset("llama-65b"), cluster, workload, options=Options(host="none"))
     assert "GB per device" in str(error.value)
     devices = int(str(error.value).rpartition("about ")[2].split()[0])
     enough = find_cluster("a800-8x-hdr").take(devices)
@@ -120,16 +120,54 @@ def test_nothing_fits_says_the_smallest_and_how_many_devices_would_do() -> None:
         search(small_model(), small_cluster(4, 4, memory_bytes=0.9e9), WORKLOAD)
 
 
-def test_where_nothing_fits_plan_says_what_the_host_s_memory_would_hold() -> None:
-    cluster = find_cluster("rtx4090-8x-10g").take(4)
+@pytest.mark.parametrize("machine_bytes", [None, 1.2e9])
+def test_where_nothing_fits_the_host_s_memory_is_searched_too(machine_bytes: float | None) -> None:
+    """What a machine's memory is too small for is left out; the optimum is that of brute force."""
+    model, cluster = small_model(4, 1024), small_cluster(4, memory_bytes=1.65e9)
+    cluster = replace(cluster, host_memory_bytes=machine_bytes)
+    workload = Workload(seq_len=256, global_batch_tokens=256 * 4 * 2)
+    options = Options(splits="none", max_simulations=None, front=0)
+    with pytest.raises(NothingFitsError, match="the smallest is node="):
+        search(model, cluster, workload, options=replace(options, host="none"))
+    found, _ = search(model, cluster, workload, options=options)
+    every = [
+        simulate(model, cluster, f"host={host},node={stage}", workload.fixed(micro_batch, recomputation))
+        for host, stage in product(("1", "2", "3", "3d"), ("0", "1", "2", "3", "3k", "3d", "3dk"))
+        for micro_batch, recomputation in product((1, 2), Recomputation)
+    ]
+    assert found.best.step_s == pytest.approx(min(one.step_s for one in every if one.fits), rel=1e-9)
+    assert found.gap == 0.0 and found.best.host_memory_bytes > 0
+    crowded = [one for one in every if one.memory.total <= one.memory_limit_bytes and not one.fits]
+    assert bool(crowded) == (machine_bytes is not None)
+
+
+def test_a_large_model_on_small_devices_takes_what_a_machine_has_of_memory() -> None:
+    """Where something fits without the host it is searched only if asked for, and not recommended for nothing."""
+    small = find_cluster("rtx4090-8x-10g").take(4)
     workload = Workload(seq_len=2048, global_batch_tokens=1 << 16)
+    answers = {}
+    for name, machine_bytes in (("llama-7b", 128e9), ("llama-13b", 256e9)):
+        planned = plan(
+            preset(name), replace(small, host_memory_bytes=machine_bytes), workload, options=Options(splits="none")
+        )
+        best = answers[name] = planned.best.simulation
+        assert best.fits and machine_bytes * 0.9 < best.machine_memory_bytes < machine_bytes * 0.95
+        (choice,) = simulate_choices(preset(name), small, workload, planned.best.candidate.strategy)
+        assert choice.simulation.step_s == best.step_s
+        assert 0.05 < planned.host_s / best.step_s < 0.4
+        assert [reason.strategy for reason in planned.why][-1].startswith(f"host={best.strategy[5]},node=3")
+    assert answers["llama-13b"].strategy == "host=3,node=3,cluster=0"
     with pytest.raises(
-        NothingFitsError, match=r"host=1,node=3,cluster=0 fits: .* s a step, 30.3 GB of the host"
-    ) as error:
-        plan(preset("llama-7b"), cluster, workload)
-    assert str(error.value).startswith("llama-7b fits on 4 x RTX-4090")
-    (choice,) = simulate_choices(preset("llama-7b"), cluster, workload, Strategy.parse("host=1,node=3,cluster=0"))
-    assert choice.simulation.fits
+        NothingFitsError,
+        match=r"llama-13b fits on 4 x RTX-4090.* is node=3,.*would fit with 234.3 GB of a machine's memory, of which "
+        r"121.6 GB are usable \(95% of 128 GB\)$",
+    ):
+        plan(preset("llama-13b"), replace(small, host_memory_bytes=128e9), workload)
+    found, _ = search(small_model(), TIGHT, WORKLOAD)
+    assert {estimate.candidate.strategy.host for estimate in found.ranked} == {Stage.ZERO}
+    planned = plan(small_model(), TIGHT, WORKLOAD, options=Options(host="any"))
+    assert planned.best.candidate.strategy.host is Stage.ZERO and planned.host_s == 0.0
+    assert planned.found.searched == 5 * found.searched
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_what_few_blocks_tell_is_what_all_do(data: st.DataObject) -> None:
     found = simulate_few(division, strategy, work, engine=engine, constants=constants)
     if found is not None:
         whole = simulate_divided(division, strategy, work, engine=engine, constants=constants)
-        assert found == pytest.approx((whole.step_s, whole.memory.total), rel=1e-9), strategy
+        assert found == pytest.approx((whole.step_s, whole.memory.total, whole.host_memory_bytes), rel=1e-9), strategy
 
 
 def llama_divided(pp: int = 1) -> tuple[Division, FixedWorkload]:
@@ -77,7 +77,7 @@ def test_few_blocks_tell_where_computation_is_the_bound(strategy: str, pp: int) 
     """So that plans need not simulate all of them."""
     division, work = llama_divided(pp)
     found, whole = simulate_few(division, strategy, work), simulate_divided(division, strategy, work)
-    assert found == pytest.approx((whole.step_s, whole.memory.total), rel=1e-9)
+    assert found == pytest.approx((whole.step_s, whole.memory.total, whole.host_memory_bytes), rel=1e-9)
 
 
 def test_few_blocks_do_not_tell_what_waits_for_the_end_of_a_backward() -> None:
@@ -88,4 +88,6 @@ def test_few_blocks_do_not_tell_what_waits_for_the_end_of_a_backward() -> None:
     for strategy in ("node=1,cluster=0", "node=2,cluster=1", "node=3,cluster=1"):
         found = simulate_few(division, strategy, work, engine=deferring)
         whole = simulate_divided(division, strategy, work, engine=deferring)
-        assert found is None or found == pytest.approx((whole.step_s, whole.memory.total), rel=1e-9)
+        assert found is None or found == pytest.approx(
+            (whole.step_s, whole.memory.total, whole.host_memory_bytes), rel=1e-9
+        )
