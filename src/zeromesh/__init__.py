@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         zero_grad,
     )
     from zeromesh.engine.optim import elementwise
+    from zeromesh.engine.parked import parked
     from zeromesh.integrations.loading import from_pretrained
     from zeromesh.integrations.pipelining import pipeline
     from zeromesh.observe.record import record_trace
@@ -54,6 +55,7 @@ _HOMES = {
     "load_full_state_dict": "zeromesh.checkpoint.full_state",
     "load_safetensors": "zeromesh.checkpoint.huggingface",
     "memory_report": "zeromesh.observe.report",
+    "parked": "zeromesh.engine.parked",
     "pipeline": "zeromesh.integrations.pipelining",
     "plan": "zeromesh.api",
     "record_trace": "zeromesh.observe.record",
@@ -86,6 +88,7 @@ __all__ = [
     "load_full_state_dict",
     "load_safetensors",
     "memory_report",
+    "parked",
     "pipeline",
     "plan",
     "record_trace",

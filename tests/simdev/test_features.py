@@ -27,6 +27,24 @@ def test_all_ranks_skip_a_step_together():
 
 
 @on_devices(4)
+def test_what_is_parked_on_the_host_comes_back():
+    with simdev.Checker() as checker:
+        found = []
+        for parks in False, True:
+            model, optimizer = make(MESH, "node=3,cluster=1", device="simdev")
+            train(model, optimizer, 2)
+            if parks:
+                optimizer.zero_grad()
+                with zm.parked(model, optimizer):
+                    assert all(
+                        tensor.device.type == "cpu" for state in optimizer.state.values() for tensor in state.values()
+                    )
+            found.append(train(model, optimizer, 2, first=2))
+    assert found[0] == found[1]
+    require_clean(checker, "parking")
+
+
+@on_devices(4)
 def test_what_is_saved_loads_under_another_strategy(tmp_path):
     """By `zm.Checkpoints`, and the state dict by torch's own: to the bit, and training goes on as it would have."""
     with simdev.Checker() as checker:

@@ -107,12 +107,13 @@ class UnitShards:
     @cached_property
     def sites(self) -> list[Site]:
         """Every place in the model that holds one of its parameters."""
-        return [
-            (params, key, leaf, param, local_of(leaf).data_ptr())
-            for buffer in self.buffers
-            for place, leaf, param in zip(buffer.places, buffer.leaves, buffer.optimizer_params, strict=True)
-            for params, key in place.info.sites
-        ]
+        with torch._C.DisableTorchFunctionSubclass():  # leaves may be closed
+            return [
+                (params, key, leaf, param, local_of(leaf).data_ptr())
+                for buffer in self.buffers
+                for place, leaf, param in zip(buffer.places, buffer.leaves, buffer.optimizer_params, strict=True)
+                for params, key in place.info.sites
+            ]
 
     @cached_property
     def in_slot(self) -> tuple[Tensor, ...]:
@@ -231,8 +232,11 @@ class DeviceBackend:
         lanes: by kind.
         scratch: the memory of each lane's jobs.
         host: copies to and from its memory.
+        device: of the lanes.
+        registered: whether slots lie in registered memory.
 
     Attributes:
+        away: nothing of the model is there: `zm.parked`.
         chains: of each unit; `record` puts observed ones in their place while it records.
     """
 
@@ -245,6 +249,8 @@ class DeviceBackend:
         lanes: Mapping[LaneName, Lane],
         scratch: Mapping[LaneKind, Scratch],
         host: HostLink,
+        device: torch.device,
+        registered: bool,
     ) -> None:
         self.units = units
         self.layouts = layouts
@@ -253,6 +259,8 @@ class DeviceBackend:
         self.scratch = scratch
         self.host = host
         self.chains: Sequence[UnitChains] = [self._bind(unit) for unit in units]
+        self.device, self.registered, self.away = device, registered, False
+        self._parked: object = None  # the slices' control, while they lie elsewhere
         self._steps: dict[int, Ticket] = {}  # on the host, of units, since somebody has last waited for all
 
     def _bind(self, unit: UnitShards) -> UnitChains:
@@ -276,6 +284,14 @@ class DeviceBackend:
     def links(self) -> tuple[AxisGroup | HostLink, ...]:
         """Over which it sends and copies."""
         return (*self.groups.values(), self.host)
+
+    def working_buffers(self) -> list[Tensor]:
+        """Slots, staging and workspace."""
+        buffers = [buffer for unit in self.units for buffer in unit.buffers]
+        own = {tensor.untyped_storage().data_ptr() for b in buffers for tensor in b.persistent().values()}
+        views = [view for b in buffers for view in (b.full, b.waiting, b.grads) if view is not None]
+        extra = [tensor for s in self.scratch.values() for tensor in (s.staging, s.workspace)]
+        return [tensor for tensor in (*views, *extra) if tensor.untyped_storage().data_ptr() not in own]
 
     def through(self, lanes: Mapping[LaneName, Any], chains: Sequence[UnitChains]) -> tuple[Any, Sequence[UnitChains]]:
         """Submits to `lanes`, perhaps observed ones, from now on, and runs `chains`; returns those before."""
@@ -345,11 +361,36 @@ class DeviceBackend:
             UNSETTLED.append(weakref.ref(self))
         self._steps[unit] = self.lanes["step"].submit(job, f"step {self.units[unit].name}")
 
-    def settle(self) -> None:
-        """Comes after the steps on the host."""
+    def park(self, owner: object, *, whole: bool = False) -> None:
+        """Its shards have left their memory, or the `whole` model has, until this is called with None; `owner` is the
+        slices' control."""
+        self._parked, self.away = owner, whole
+        UNSETTLED[:] = [each for each in UNSETTLED if each() not in (self, None)]
+        UNSETTLED.extend([weakref.ref(self)] if owner else [])
+        for unit in self.units:
+            vars(unit).pop("sites", None)  # with addresses
+
+    def require_here(self) -> None:
+        """Raises ModelError while its shards are parked."""
+        if self._parked is not None:
+            raise ModelError(
+                "the model's shards lie in the host's memory inside zm.parked: leave it first (with host=1 and host=2, "
+                "forwards without a backward run inside)"
+            )
+
+    def settle(self, looked: object = None) -> bool:
+        """Comes after the steps on the host, for one who looks at slices of this control, or at all; whether there was
+        no more than these.
+
+        Raises:
+            ModelError: they are parked.
+        """
+        if looked is None or looked is self._parked:
+            self.require_here()
         for unit, ticket in list(self._steps.items()):
             ticket.wait()
             self._steps.pop(unit, None)
+        return self._parked is None
 
     def use(self, unit: int) -> None:
         shards = self.units[unit]

@@ -34,7 +34,7 @@ def _settled(name: str) -> Callable[..., Any]:
     method = getattr(defaultdict, name)
 
     def called(self: Any, *args: Any) -> Any:
-        settle()
+        settle(self)
         return method(self, *args)
 
     return called
@@ -74,7 +74,7 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
     if here is not None:
         here.run(step)
     if first:
-        settle()
+        settle(optimizer)
     return True
 
 

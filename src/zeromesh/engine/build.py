@@ -137,7 +137,10 @@ def build_engine(
         triton=has_triton(device.type),
     )
     watch_reads(modules, model.modules())
-    arena, cores = _host_arena(schedule, control, device)
+    arena, cores = None, 0
+    if schedule.memory.host is not None:  # a plan is the same on all ranks
+        less = f"give the host a lower stage than {HOST}={schedule.layout.strategy.host.value}, or use more machines"
+        arena, cores = take_host_memory(schedule.memory.host.total_bytes, control, device, call="zm.shard", less=less)
     shards = _fill_shards(model, modules, schedule, homes, device, init, lazy, arena)
     inline, memory = schedule.layout.strategy.overlap == "none", schedule.memory
 
@@ -161,6 +164,8 @@ def build_engine(
         lanes=lanes,
         scratch=scratch,
         host=HostLink(HOST, arena),
+        device=device,
+        registered=registration is not None,
     )
     if registration is not None:
         weakref.finalize(backend, registration.release).atexit = False
@@ -173,28 +178,33 @@ def build_engine(
     return engine
 
 
-def _host_arena(schedule: Schedule, control: Control, device: torch.device) -> tuple[HostArena | None, int]:
-    """The host's memory of this rank's shards, None where none lie there; and this rank's share of the host's cores.
+def take_host_memory(
+    wanted: int, control: Control, device: torch.device, *, call: str, less: str
+) -> tuple[HostArena, int]:
+    """Memory of the host for this rank's shards, and its share of the host's cores; all ranks call this together.
+
+    Args:
+        wanted: bytes.
+        control: all ranks.
+        device: whose copies go there.
+        call: of the user, and how it could take `less`, for the message.
 
     Raises:
         ModelError: a machine has less memory than its ranks would take, states of the optimizer not counted.
     """
-    if schedule.memory.host is None:  # a plan is the same on all ranks
-        return None, 0
-    wanted, here = schedule.memory.host.total_bytes, machine_id()
-    ranks = control.gather(here).count(here)
+    found = control.gather((machine_id(), wanted))
+    here = [taken for machine, taken in found if machine == machine_id()]
 
     def allocate() -> HostArena:
         free = available_memory_bytes()
-        if free is not None and ranks * wanted > free:
+        if free is not None and sum(here) > free:
             raise ModelError(
-                f"{ranks} rank(s) of this machine would keep {ranks * wanted / 1e9:.1f} GB in its memory, of which "
-                f"{free / 1e9:.1f} GB are free (MemAvailable, memory.max), and then the optimizer's states: give the "
-                f"host a lower stage than {HOST}={schedule.layout.strategy.host.value}, or use more machines"
+                f"{len(here)} rank(s) of this machine would keep {sum(here) / 1e9:.1f} GB in its memory, of which "
+                f"{free / 1e9:.1f} GB are free (MemAvailable, memory.max), and then the optimizer's states: {less}"
             )
         return HostArena(max(1, wanted), device)
 
-    return control.together(allocate), usable_cores() // ranks
+    return control.together(allocate, call=call), usable_cores() // len(here)
 
 
 def _groups_of(homes: Mapping[str, Home], *, register: bool) -> dict[str, AxisGroup]:

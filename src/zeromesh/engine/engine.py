@@ -142,6 +142,8 @@ class Engine:
             self._enter_backward()
         else:
             self._recover()
+            if self.backend.away:
+                self.backend.require_here()
             self.changes.apply()
         self.interpreter.pre_forward(unit, read=read)
 
@@ -432,6 +434,12 @@ class Engine:
         left = iter(self._agreement.used())
         for unit, state in zip(self.backend.units, self.interpreter.states, strict=True):
             unit.show_grads(left, reduced=state.grad is GradState.REDUCED)
+
+    def require_stepped(self, call: str) -> None:
+        """Raises ModelError where gradients wait for a step."""
+        shown = any(param.grad is not None for param in self.optimizer_params())
+        if shown or self._step is not Step.SHOWN or self.interpreter.forward is not None:
+            raise ModelError(f"{call} between a forward and the step after it: step first, and drop the gradients")
 
     def discard_grads(self, *, set_to_none: bool = True) -> None:
         """Forgets all gradients, partial sums included."""

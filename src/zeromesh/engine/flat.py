@@ -200,6 +200,18 @@ class FlatShards:
         layout = self.placed.layout
         return (self.params, layout.param_axes) if self.master is None else (self.master, layout.significant)
 
+    def persistent(self) -> dict[str, Tensor]:
+        """Shards and copies, by kind, each storage once."""
+        kinds = ["params", "kept", "owed", "cast", "host_grads"]
+        kinds += [] if self.master_in_params else ["master"]
+        kinds += [] if "grads" in self.placed.on_host_kinds else ["grads"]
+        held = {kind: getattr(self, kind) for kind in kinds}
+        return {kind: tensor for kind, tensor in held.items() if tensor is not None}
+
+    def lies_on_host(self, kind: str) -> bool:
+        """Whether those of this kind lie in the host's memory."""
+        return kind == "host_grads" or kind in self.placed.on_host_kinds
+
     @property
     def reduced(self) -> Tensor:
         """The state shard's part of the gradient shard."""

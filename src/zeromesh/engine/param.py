@@ -71,12 +71,13 @@ UNSETTLED: list[weakref.ref[Any]] = []
 """The back ends that may be at work on slices in the host's memory: [Note: Beside] of `zeromesh.engine.beside`."""
 
 
-def settle() -> None:
-    """Comes after the steps on slices in the host's memory."""
-    while UNSETTLED:
-        if (backend := UNSETTLED[-1]()) is not None:
-            backend.settle()
-        UNSETTLED.pop()  # only now: a Ctrl-C may end the wait
+def settle(looked: object) -> None:
+    """Comes after the steps on slices in the host's memory. Raises ModelError if those of the control that is looked at
+    are parked."""
+    for each in [*UNSETTLED]:
+        backend = each()
+        if backend is None or backend.settle(looked):
+            UNSETTLED.remove(each)  # only now: a Ctrl-C may end the wait
 
 
 MARKED: MutableMapping[Tensor, Elements] = WeakTensorKeyDictionary()
@@ -97,7 +98,7 @@ class Slice(Sliced, torch.Tensor):
     def local(self) -> Tensor:
         """The slice as a plain 1-D tensor that shares its memory."""
         if UNSETTLED:
-            settle()
+            settle(self.elements.control)
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor).detach()
 
@@ -169,8 +170,8 @@ class Slice(Sliced, torch.Tensor):
             return engine.on_demand(func, args, kwargs)
         if act is None:
             raise _refusal(func, args, kwargs)
-        if UNSETTLED and act not in _VALUELESS:
-            settle()
+        if UNSETTLED and act not in _VALUELESS and (like := _first_slice(args, kwargs)) is not None:
+            settle(like.elements.control)
         with torch._C.DisableTorchFunctionSubclass():
             return act(func, args, kwargs)
 

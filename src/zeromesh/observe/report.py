@@ -14,7 +14,6 @@ from zeromesh.comm import Sent
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.elements import Elements
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.optim import VOUCHED, WHOLE, take_slices
 from zeromesh.engine.param import ShardedParameter, Slice, make_slice
 from zeromesh.engine.units import DTYPES
@@ -83,11 +82,10 @@ def _lines_of(
 def _held_tensors(engine: Engine, place: str) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor]] = defaultdict(list)
     for buffer in (buffer for unit in engine.units for buffer in unit.buffers):
-        on_host = {"host_grads", *buffer.placed.on_host_kinds}
-        for kind, tensor in persistent(buffer).items():
-            if (kind in on_host) == (place == "host"):
+        for kind, tensor in buffer.persistent().items():
+            if buffer.lies_on_host(kind) == (place == "host"):
                 found[kind].append(tensor)
-    found["working"] = working_buffers(engine) if place == "device" else []
+    found["working"] = engine.backend.working_buffers() if place == "device" else []
     return found
 
 
@@ -96,24 +94,6 @@ def gathered(lines: Sequence[T]) -> list[list[T]]:
     everyone: list[list[T]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, list(lines))
     return [list(line) for line in zip(*everyone, strict=True)]
-
-
-def persistent(buffer: FlatShards) -> dict[str, Tensor]:
-    """Shards and copies, by kind, each storage once."""
-    kinds = ["params", "kept", "owed", "cast", "host_grads"]
-    kinds += [] if buffer.master_in_params else ["master"]
-    kinds += [] if "grads" in buffer.placed.on_host_kinds else ["grads"]
-    held = {kind: getattr(buffer, kind) for kind in kinds}
-    return {kind: tensor for kind, tensor in held.items() if tensor is not None}
-
-
-def working_buffers(engine: Engine) -> list[Tensor]:
-    """Slots, staging and workspace."""
-    buffers = [b for unit in engine.units for b in unit.buffers]
-    own = {tensor.untyped_storage().data_ptr() for b in buffers for tensor in persistent(b).values()}
-    views = [view for b in buffers for view in (b.full, b.waiting, b.grads) if view is not None]
-    extra = [tensor for s in engine.backend.scratch.values() for tensor in (s.staging, s.workspace)]
-    return [tensor for tensor in (*views, *extra) if tensor.untyped_storage().data_ptr() not in own]
 
 
 def _storage_bytes(tensors: list[Tensor], *, parts: bool = False) -> int:

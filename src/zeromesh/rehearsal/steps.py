@@ -24,7 +24,7 @@ from zeromesh import simdev
 from zeromesh.cluster import Cluster
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.engine import Engine
-from zeromesh.observe.report import memory_report, persistent, traffic_report
+from zeromesh.observe.report import memory_report, traffic_report
 from zeromesh.rehearsal.hardware import Hardware
 from zeromesh.rehearsal.places import Places
 from zeromesh.rehearsal.result import HostRead, Launches, Memory, Peak, Place, Rehearsal
@@ -211,7 +211,7 @@ def _forget_values(engine: Engine) -> None:
     """Weights become shapes also where they are so small that the device would know their values: a model's on the meta
     device are drawn on the first rank alone, and a step that finds NaN is another one than that which trains."""
     for unit in engine.units:
-        for tensor in (tensor for buffer in unit.buffers for tensor in persistent(buffer).values()):
+        for tensor in (tensor for buffer in unit.buffers for tensor in buffer.persistent().values()):
             unknown = torch.empty(max(tensor.numel(), _UNKNOWN_BYTES), dtype=tensor.dtype, device=tensor.device)
             tensor.copy_(unknown[: tensor.numel()])
 

@@ -225,6 +225,11 @@ class Interpreter(Generic[T]):
         self.forward = self.backward = None
         self.awaited.clear()
 
+    def forget(self) -> None:
+        """Nothing that was gathered is there any more."""
+        for unit in range(len(self.states)):
+            self._drop(unit)
+
     def catch_up(self) -> None:
         """Starts the refreshes that no forward has asked for yet."""
         for unit in self.schedule.order:

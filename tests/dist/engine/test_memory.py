@@ -19,7 +19,6 @@ from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import ModelError
 from zeromesh.files import available_memory_bytes
-from zeromesh.observe.report import persistent, working_buffers
 
 SPECIAL = ["node=3,cluster=3k;prefetch=3", "node=1@/fp32,cluster=3@fp32/bf16", "host=1,node=3,cluster=1"]
 HOSTED = ["host=2,node=1,cluster=0", "host=3,node=3,cluster=2", "host=3d,node=3,cluster=3h"]
@@ -34,7 +33,7 @@ def test_predicted_is_allocated(precision, strategies):
     case = Case(precision=precision, micro_batches=1)
     for strategy in strategies:
         with sharded(strategy, case, mesh_of(2, 2)) as (model, optimizer):
-            buffers = [tensor.data_ptr() for tensor in working_buffers(engine_of(model))]
+            buffers = [tensor.data_ptr() for tensor in engine_of(model).backend.working_buffers()]
             take_step(model, optimizer, case, 0)
             # Torch's optimizers make no states for what never has a gradient: two moments, in the master's dtype.
             never = [p for p in engine_of(model).optimizer_params() if p.requires_grad and "unused" in p.full_name]
@@ -43,7 +42,7 @@ def test_predicted_is_allocated(precision, strategies):
                 place = "host" if strategy.startswith("host") else "device"
                 missing = unmade if line.kind in ("optimizer", "total") and line.place == place else 0
                 assert line.predicted_bytes == line.allocated_bytes + missing, (strategy, line)
-            assert [tensor.data_ptr() for tensor in working_buffers(engine_of(model))] == buffers
+            assert [tensor.data_ptr() for tensor in engine_of(model).backend.working_buffers()] == buffers
 
 
 @on_ranks(4)
@@ -227,9 +226,11 @@ def test_nothing_is_held_that_the_report_does_not_count(strategy):
         gc.collect()
         alive = {address: found for address, found in storages_alive().items() if address not in before}
         counted = zm.memory_report(model, optimizer.members[0])[-1].allocated_bytes
-    shards = [tensor for unit in engine.units for buffer in unit.buffers for tensor in persistent(buffer).values()]
+    shards = [tensor for unit in engine.units for buffer in unit.buffers for tensor in buffer.persistent().values()]
     moments = [v for state in optimizer.members[0].state.values() for v in state.values() if v.dim()]
-    listed = {t.untyped_storage().data_ptr() for t in (*shards, *working_buffers(engine), *moments) if t.numel()}
+    listed = {
+        t.untyped_storage().data_ptr() for t in (*shards, *engine.backend.working_buffers(), *moments) if t.numel()
+    }
     assert sum(alive[address][0] for address in listed) == counted
     # Besides Adam's step counts: words of the ranks' on each parameter's gradient, and ranks of a mesh.
     unlisted = sorted(found for address, found in alive.items() if address not in listed and found[0] > 4)
@@ -251,12 +252,20 @@ def test_deleting_the_model_frees_everything_at_once(strategy):
         optimizer.step()  # what it leaves under way was recorded
     assert recording.steps
     engine.at_rest()
-    held = [tensor for unit in engine.units for buffer in unit.buffers for tensor in persistent(buffer).values()]
+    held = [tensor for unit in engine.units for buffer in unit.buffers for tensor in buffer.persistent().values()]
     scratch = [tensor for s in engine.backend.scratch.values() for tensor in (s.staging, s.workspace)]
     threads = engine.backend.lanes.values()
     watched = [
         weakref.ref(each)
-        for each in (model, engine, *threads, *held, *working_buffers(engine), *scratch, *engine.optimizer_params())
+        for each in (
+            model,
+            engine,
+            *threads,
+            *held,
+            *engine.backend.working_buffers(),
+            *scratch,
+            *engine.optimizer_params(),
+        )
     ]
     gc.collect()
     gc.disable()  # what only the collector can free is held until it happens to run

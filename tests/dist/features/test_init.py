@@ -33,7 +33,6 @@ from tests.dist.pool import on_ranks
 from zeromesh.engine import build
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import MismatchError, ModelError
-from zeromesh.observe.report import persistent
 
 MODES = pytest.mark.parametrize("strategy", ("node=3,cluster=1", "node=0,cluster=1"))
 
@@ -109,7 +108,7 @@ def test_no_rank_ever_holds_the_whole_meta_model():
         zm.shard(model, mesh, "node=3,cluster=3", init=init)
     engine = engine_of(model)
     buffers = [buffer for unit in engine.units for buffer in unit.buffers]
-    shards = sum(tensor.nbytes for buffer in buffers for tensor in persistent(buffer).values())
+    shards = sum(tensor.nbytes for buffer in buffers for tensor in buffer.persistent().values())
     unit = max(sum(8 * buffer.padded for buffer in unit.buffers) for unit in engine.units)
     assert 3 * unit < whole / 6
     assert shards <= held.most <= shards + 3 * unit
