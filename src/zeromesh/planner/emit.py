@@ -5,8 +5,11 @@ whose parts are (stage, ranks), innermost first:
 
 - FSDP2 (torch.distributed.fsdp.fully_shard): one sharding of P, G and OS alike over an inner group, replicas outside;
   `reshard_after_forward` says what is kept: `False` everything (3k), a number the part inside that many ranks.
-  Gradients are accumulated in the dtype of its parameters.
-- DeepSpeed: one stage for all ranks; ZeRO++'s hpZ (3 inside, 3k outside), qwZ and qgZ.
+  Gradients are accumulated in the dtype of its parameters. Offloaded is all that is sharded (host=3), or all but the
+  gradients that wait for the last micro-batch (host=3d).
+- DeepSpeed: one stage for all ranks; ZeRO++'s hpZ (3 inside, 3k outside), qwZ and qgZ. Optimizer states are offloaded
+  with the gradients that are sharded like them (host=1 with 1, host=2 with 2 and 3), parameters beside both (host=3
+  with 3).
 - Megatron-FSDP: one stage inside; outside it replicas or the optimizer's states alone.
 - torchtitan: FSDP2's, cp inside its shards, beside tp, pp and ep; the others shard over data-parallel ranks alone.
 
@@ -27,6 +30,7 @@ from zeromesh.errors import InputError
 from zeromesh.model import ModelSpec, UnitKind
 from zeromesh.parallel import WHOLE
 from zeromesh.strategy import Layout, Plan
+from zeromesh.strategy.stage import HOST
 
 Parts = list[tuple[str, int]]
 
@@ -67,7 +71,18 @@ def emit_fsdp2(plan: Plan, model: ModelSpec) -> str:
         shards=inner[1] * (kept[0][1] if kept else 1),
         reshard=reshard,
         deferred=sharded == "3d",
+        offloads=_offloads("FSDP2", plan, sharded, replicas),
     )
+
+
+def _offloads(engine: str, plan: Plan, sharded: str, replicas: Parts) -> bool:
+    """Whether FSDP2 keeps what is sharded in the host's memory."""
+    host = plan.strategy.host.value
+    if host not in ("0", sharded):
+        _refuse(engine, plan, f"{HOST}={host} with stage {sharded}: its offload is {HOST}={sharded} there")
+    if host != "0" and replicas:
+        _refuse(engine, plan, f"{HOST}={host} beside replicas: it corrupted gradients there (pytorch/pytorch#180665)")
+    return host != "0"
 
 
 def emit_deepspeed(plan: Plan, model: ModelSpec) -> str:
@@ -91,9 +106,20 @@ def emit_deepspeed(plan: Plan, model: ModelSpec) -> str:
     return json.dumps(config, indent=2)
 
 
+_OFFLOADED = {("1", "1"): 1, ("2", "2"): 1, ("3", "2"): 1, ("3", "3"): 2}
+"""Sections of DeepSpeed's offload by stage and stage of the host."""
+
+
 def _deepspeed_zero(plan: Plan, parts: Parts) -> dict[str, object]:
-    stages = [stage for stage, _ in parts]
+    stages, host = [stage for stage, _ in parts], plan.strategy.host.value
     common: dict[str, object] = {"overlap_comm": True, "contiguous_gradients": True}
+    if host != "0":
+        count = _OFFLOADED.get((stages[0], host), 0) if len(parts) == 1 else 0
+        if not count:
+            pairs = ", ".join(f"{HOST}={host} with {stage}" for stage, host in _OFFLOADED)
+            _refuse("DeepSpeed", plan, f"{HOST}={host} with {' and '.join(stages)}: its offload is {pairs}")
+        sections = ("offload_optimizer", "offload_param")[:count]
+        common |= {section: {"device": "cpu", "pin_memory": True} for section in sections}
     if stages[0] == "3":
         # By default it keeps what is used again within 1e9 elements: of smaller models everything, as 3k does.
         common |= {"stage3_max_reuse_distance": 0}
@@ -154,6 +180,8 @@ def emit_megatron_fsdp(plan: Plan, model: ModelSpec) -> str:
     plan = _in_one_dtype("Megatron-FSDP", plan, layout)
     parts = _parts("Megatron-FSDP", plan, layout)
     (stage, shards), rest = parts[0], parts[1:]
+    if plan.strategy.hosted:
+        _refuse("Megatron-FSDP", plan, "shards in the host's memory: Megatron-LM has an offload, this package has none")
     if stage not in ("0", "1", "2", "3"):
         _refuse("Megatron-FSDP", plan, f"stage {stage}: it neither keeps gathered parameters nor defers reductions")
     if len(rest) > 1:
@@ -206,6 +234,7 @@ def emit_torchtitan(plan: Plan, model: ModelSpec) -> str:
     if model.num_layers % stages:
         _refuse(engine, plan, f"{model.num_layers} layers over {stages} stages, which do not divide them")
     replicas = rest[0][1] if rest else 1
+    offloads = _offloads(engine, plan, stage.removesuffix("k"), rest)
     return _render(
         "torchtitan.toml.j2",
         plan,
@@ -218,6 +247,7 @@ def emit_torchtitan(plan: Plan, model: ModelSpec) -> str:
         ranks=replicas * shards // parallel.cp,
         reshard="never" if stage.endswith("k") else "always",
         dtype=_TORCH[_computed_in(plan)].removeprefix("torch."),
+        offloads=offloads,
     )
 
 
@@ -244,8 +274,6 @@ def _parts(engine: str, plan: Plan, layout: Layout, *, alone: str = "0", cut: bo
     if plan.strategy != default:
         options = str(plan.strategy).partition(";")[2]
         _refuse(engine, plan, f"the option {options}: its own are other ones")
-    if plan.strategy.hosted:
-        _refuse(engine, plan, "shards in the host's memory")
     axes = [axis for axis in layout.axes if axis.size > 1]
     parts = [(stage, layout.degree(list(same))) for stage, same in groupby(axes, key=lambda axis: axis.stage.value)]
     return parts or [(alone, 1)]

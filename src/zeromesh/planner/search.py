@@ -8,7 +8,7 @@ simulated leaves open.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -275,7 +275,7 @@ def search(
         if pool.smallest is None:
             assert pool.refused is not None  # nothing else leaves a space empty
             raise pool.refused
-        raise NothingFitsError(_nothing_fits(evaluator, pool.smallest, pool.crowded), pool.smallest)
+        raise NothingFitsError(_nothing_fits(evaluator, pool.smallest, pool.crowded, hostless), pool.smallest)
     if not bounded(mechanics):
         bound_s = min(_compute_bound_s(evaluator, parallel) for parallel, _ in screened(evaluator))
     found = Found(
@@ -453,7 +453,7 @@ def _front(ranked: list[Estimate]) -> list[Estimate]:
     return front[::-1]
 
 
-def _nothing_fits(evaluator: Evaluator, smallest: Candidate, crowded: Candidate | None) -> str:
+def _nothing_fits(evaluator: Evaluator, smallest: Candidate, crowded: Candidate | None, hostless: Sequence[str]) -> str:
     simulation = evaluator.simulation(smallest)
     memory, limit = simulation.memory, evaluator.limit_bytes
     name, device = evaluator.model.name, evaluator.cluster.device.name
@@ -469,7 +469,8 @@ def _nothing_fits(evaluator: Evaluator, smallest: Candidate, crowded: Candidate 
             f"no number of devices would do: buffers, activations and overhead alone are {fixed / 1e9:.1f} GB; "
             "shorten the sequence or take a device with more memory"
         )
-    remedies = [remedy, *map(str, simulation.owners)]
+    unpredicted = [f"shards in the host's memory are not predicted for {' and '.join(hostless)}"] if hostless else []
+    remedies = [remedy, *map(str, simulation.owners), *unpredicted]
     if crowded is not None:
         needed, there = evaluator.simulation(crowded).machine_memory_bytes, evaluator.cluster.host_limit_bytes
         remedies.append(

@@ -104,9 +104,12 @@ def test_the_configuration_shards_as_the_strategy_says(strategy: str, shape: tup
         assert post_forward.shard_mesh_size == 4
 
 
-@pytest.mark.parametrize("recompute", list(Recomputation))
-def test_a_step_runs(recompute: Recomputation, spec: ModelSpec) -> None:
-    model, namespace = sharded("node=3,cluster=0", spec, recompute.value)
+OFFLOADED = [("host=3,node=3,cluster=3", Recomputation.NONE), ("host=3d,node=3d,cluster=3d", Recomputation.FULL)]
+
+
+@pytest.mark.parametrize(("strategy", "recompute"), [*(("node=3,cluster=0", r) for r in Recomputation), *OFFLOADED])
+def test_a_step_runs(strategy: str, recompute: Recomputation, spec: ModelSpec) -> None:
+    model, namespace = sharded(strategy, spec, recompute.value)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [torch.zeros(1, 5, dtype=torch.int64)] * 2
     namespace["train_step"](model, optimizer, batches, lambda m, ids: m(ids).float().sum())

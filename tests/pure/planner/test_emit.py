@@ -11,6 +11,7 @@ import pytest
 
 from zeromesh.errors import InputError
 from zeromesh.model import ModelSpec, preset
+from zeromesh.parallel import Parallel
 from zeromesh.planner.emit import EMITTERS, emit_deepspeed, emit_fsdp2, emit_megatron_fsdp
 from zeromesh.strategy import Plan, Strategy
 
@@ -23,6 +24,7 @@ def a_plan(strategy: str, **choices: Any) -> Plan:
 
 
 HPZ = {"stage": 3, "zero_hpz_partition_size": 8, "stage3_max_reuse_distance": 0}
+CPU = {"device": "cpu", "pin_memory": True}
 QUANTISED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 BF16 = {"bf16": {"enabled": True}}
 
@@ -34,6 +36,10 @@ BF16 = {"bf16": {"enabled": True}}
         ("node=1,cluster=1", {"stage": 1}),
         ("node=2,cluster=2", {"stage": 2}),
         ("node=3,cluster=3", {"stage": 3, "stage3_max_reuse_distance": 0}),
+        ("host=1,node=1,cluster=1", {"stage": 1, "offload_optimizer": CPU}),
+        ("host=2,node=2,cluster=2", {"stage": 2, "offload_optimizer": CPU}),
+        ("host=2,node=3,cluster=3", {"stage": 3, "offload_optimizer": CPU}),
+        ("host=3,node=3,cluster=3", {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}),
         ("node=3,cluster=3k", HPZ),
         ("node=3@int8/int4,cluster=3k@int8/int4", HPZ | QUANTISED),
     ],
@@ -41,7 +47,8 @@ BF16 = {"bf16": {"enabled": True}}
 def test_deepspeed_configurations(strategy: str, zero: dict[str, object]) -> None:
     config = json.loads(emit_deepspeed(a_plan(strategy), preset("llama-7b")))
     assert zero.items() <= config["zero_optimization"].items()
-    assert ("zero_hpz_partition_size" in zero) == ("zero_hpz_partition_size" in config["zero_optimization"])
+    for section in ("zero_hpz_partition_size", "offload_optimizer", "offload_param"):
+        assert (section in zero) == (section in config["zero_optimization"])
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     assert [config[size] for size in sizes] == [2 * 3 * 32, 2, 3]
     assert config["gradient_clipping"] == 0.0  # its default would clip
@@ -103,6 +110,20 @@ INNER = "stage 1 over 4 ranks outside a group of stage 3"
         ("megatron-fsdp", "node[4]=3,node[2]=1,cluster=0", {}, "3 different parts"),
         ("megatron-fsdp", "node=3,cluster=1@fp32/", {}, "parameter wires bf16, fp32"),
         ("megatron-fsdp", "node=3,cluster=0@/fp32", {}, "gradient wires bf16, fp32"),
+        (
+            "deepspeed",
+            "host=1,node=3,cluster=3",
+            {},
+            "host=1 with 3: its offload is host=1 with 1, host=2 with 2, host=2",
+        ),
+        ("deepspeed", "host=3,node=2,cluster=2", {}, "host=3 with 2: its offload is"),
+        ("deepspeed", "host=3,node=3,cluster=3k", {}, "host=3 with 3 and 3k: its offload is"),
+        ("fsdp2", "host=1,node=3,cluster=3", {}, "host=1 with stage 3: its offload is host=3 there"),
+        ("fsdp2", "host=3,node=3d,cluster=3d", {}, "host=3 with stage 3d: its offload is host=3d there"),
+        ("fsdp2", "host=3,node=3,cluster=0", {}, r"host=3 beside replicas: .*pytorch/pytorch#180665"),
+        ("torchtitan", "host=2,node=3,cluster=3", {}, "torchtitan cannot express host=2 with stage 3"),
+        ("megatron-fsdp", "host=1,node=1,cluster=1", {}, "shards in the host's memory: Megatron-LM has an offload"),
+        *((engine, "node=3,cluster=3h", {}, "cannot express (stage 3h|shards in the host)") for engine in EMITTERS),
         *(
             (engine, f"node=3,cluster=3;{option}", {}, f"cannot express the option {option}")
             for engine in EMITTERS
@@ -133,6 +154,14 @@ def test_megatron_fsdp_configurations(strategy: str, stage: int, outer: int, mes
     assert f"outer_dp_sharding_strategy={outer}," in text
     assert f"init_device_mesh(device_type, {mesh}" in text
     assert ('dp_outer_dim="dp_outer"' in text) == (mesh.count(",") == 2)
+
+
+@pytest.mark.parametrize("strategy", ["host=3,node=3,cluster=3", "host=3d,node=3dk,cluster=3dk", "node=3,cluster=3"])
+def test_what_is_sharded_is_offloaded(strategy: str) -> None:
+    assert ("CPUOffloadPolicy(pin_memory" in emit_fsdp2(a_plan(strategy), preset("llama-7b"))) == ("host" in strategy)
+    parallel = Parallel(pp=2) if "3d" in strategy else None  # where it reduces once a step
+    text = EMITTERS["torchtitan"](a_plan(strategy, parallel=parallel), preset("llama-7b"))
+    assert ("enable_cpu_offload = true" in text) == ("host" in strategy)
 
 
 @pytest.mark.parametrize("emit", [emit_fsdp2, emit_megatron_fsdp])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -13,6 +14,7 @@ from zeromesh.cluster import Cluster, find_cluster
 from zeromesh.errors import InputError
 from zeromesh.model import Recomputation, preset
 from zeromesh.planner import NothingFitsError, Options, Workload, plan, search, simulate_choices
+from zeromesh.planner.emit import EMITTERS
 from zeromesh.planner.known import known_strategies
 from zeromesh.planner.space import Space
 from zeromesh.simulator import simulate
@@ -139,6 +141,25 @@ def test_where_nothing_fits_the_host_s_memory_is_searched_too(machine_bytes: flo
     assert found.gap == 0.0 and found.best.host_memory_bytes > 0
     crowded = [one for one in every if one.memory.total <= one.memory_limit_bytes and not one.fits]
     assert bool(crowded) == (machine_bytes is not None)
+
+
+def test_another_engine_s_offload_is_searched_as_far_as_it_goes() -> None:
+    model, cluster = small_model(4, 1024), small_cluster(4, memory_bytes=1.65e9)
+    workload, found = Workload(seq_len=256, global_batch_tokens=256 * 4 * 2), {}
+    for engine in ("fsdp2", "deepspeed"):
+        planned = plan(model, cluster, workload, emit=lambda each, emit=EMITTERS[engine]: emit(each, model))
+        found[engine] = {choice.simulation.strategy for choice in planned.candidates}
+    assert all(re.fullmatch("host=3,node=3k?|host=3d,node=3dk?", name) for name in found["fsdp2"])
+    assert found["fsdp2"] and {"host=3,node=3"} <= found["deepspeed"] <= {
+        "host=1,node=1",
+        "host=2,node=2",
+        "host=2,node=3",
+        "host=3,node=3",
+    }
+    with pytest.raises(NothingFitsError, match="under no strategy: the smallest is node="):
+        plan(model, cluster, workload, emit=lambda each: EMITTERS["megatron-fsdp"](each, model))
+    with pytest.raises(NothingFitsError, match=r"in the host's memory are not predicted for engine fsdp$"):
+        search(model, small_cluster(4, memory_bytes=1.0e9), workload, engine="fsdp")
 
 
 def test_a_large_model_on_small_devices_takes_what_a_machine_has_of_memory() -> None:
