@@ -23,12 +23,12 @@ class HostLink:
 
     Args:
         name: in reports, beside those of axes.
-        arena: the host's memory, which stays registered as long as this lives; None if nothing lies there.
+        arena: the host's memory, which stays registered as long as this lives.
         record: is told of every copy; an observer for tests and byte counters.
     """
 
     name: str
-    arena: HostArena | None = None
+    arena: HostArena
     record: Callable[[Sent], None] = lambda sent: None
 
     def recorded(self, record: Callable[[Sent], None]) -> Callable[[Sent], None]:

@@ -33,13 +33,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zeromesh.comm import AxisGroup, Chain, Lane, Ticket, all_reduce_max
-from zeromesh.comm.host import HostLink
 from zeromesh.comm.lane import Job
 from zeromesh.engine.chain import Groups, ReduceChains, Scratch, reduce_chains, refresh_chain, unshard_chain
 from zeromesh.engine.flat import FlatShards, GradDestinations
@@ -50,6 +49,9 @@ from zeromesh.errors import ModelError
 from zeromesh.schedule import LaneKind, Reducing, Reduction, lane_axes
 from zeromesh.schedule.transfer import COPIES, GATHERS, REDUCTIONS
 from zeromesh.strategy import Layout
+
+if TYPE_CHECKING:
+    from zeromesh.comm.host import HostLink
 
 _NOBODY = 0
 _VERSION_BITS = 16
@@ -231,7 +233,7 @@ class DeviceBackend:
         groups: by axis name.
         lanes: by kind.
         scratch: the memory of each lane's jobs.
-        host: copies to and from its memory.
+        host: copies to and from its memory; None if nothing lies there.
         device: of the lanes.
         registered: whether slots lie in registered memory.
 
@@ -248,7 +250,7 @@ class DeviceBackend:
         *,
         lanes: Mapping[LaneName, Lane],
         scratch: Mapping[LaneKind, Scratch],
-        host: HostLink,
+        host: HostLink | None,
         device: torch.device,
         registered: bool,
     ) -> None:
@@ -283,7 +285,7 @@ class DeviceBackend:
     @property
     def links(self) -> tuple[AxisGroup | HostLink, ...]:
         """Over which it sends and copies."""
-        return (*self.groups.values(), self.host)
+        return (*self.groups.values(), *([] if self.host is None else [self.host]))
 
     def working_buffers(self) -> list[Tensor]:
         """Slots, staging and workspace."""

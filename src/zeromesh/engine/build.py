@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from zeromesh.comm import AxisGroup, Lane, axis_ranks, make_groups, mesh_group
 from zeromesh.comm.groups import Registration, registered
-from zeromesh.comm.host import HostArena, HostLink
 from zeromesh.engine.backend import DeviceBackend, LaneName, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.control import Control, broadcast_bytes
@@ -37,6 +37,9 @@ from zeromesh.schedule.transfer import COPIES, LaneKind
 from zeromesh.strategy import Axis, Layout
 from zeromesh.strategy.stage import HOST
 from zeromesh.wires.format import has_triton
+
+if TYPE_CHECKING:
+    from zeromesh.comm.host import HostLink
 
 
 def mesh_axes(mesh: DeviceMesh | None, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
@@ -137,11 +140,11 @@ def build_engine(
         triton=has_triton(device.type),
     )
     watch_reads(modules, model.modules())
-    arena, cores = None, 0
+    host, cores = None, 0
     if schedule.memory.host is not None:  # a plan is the same on all ranks
         less = f"give the host a lower stage than {HOST}={schedule.layout.strategy.host.value}, or use more machines"
-        arena, cores = take_host_memory(schedule.memory.host.total_bytes, control, device, call="zm.shard", less=less)
-    shards = _fill_shards(model, modules, schedule, homes, device, init, lazy, arena)
+        host, cores = take_host_memory(schedule.memory.host.total_bytes, control, device, call="zm.shard", less=less)
+    shards = _fill_shards(model, modules, schedule, homes, device, init, lazy, host)
     inline, memory = schedule.layout.strategy.overlap == "none", schedule.memory
 
     def allocate() -> tuple[dict[LaneKind, Scratch], Registration | None]:
@@ -163,7 +166,7 @@ def build_engine(
         groups,
         lanes=lanes,
         scratch=scratch,
-        host=HostLink(HOST, arena),
+        host=host,
         device=device,
         registered=registration is not None,
     )
@@ -180,7 +183,7 @@ def build_engine(
 
 def take_host_memory(
     wanted: int, control: Control, device: torch.device, *, call: str, less: str
-) -> tuple[HostArena, int]:
+) -> tuple[HostLink, int]:
     """Memory of the host for this rank's shards, and its share of the host's cores; all ranks call this together.
 
     Args:
@@ -192,17 +195,19 @@ def take_host_memory(
     Raises:
         ModelError: a machine has less memory than its ranks would take, states of the optimizer not counted.
     """
+    from zeromesh.comm.host import HostArena, HostLink  # of host=
+
     found = control.gather((machine_id(), wanted))
     here = [taken for machine, taken in found if machine == machine_id()]
 
-    def allocate() -> HostArena:
+    def allocate() -> HostLink:
         free = available_memory_bytes()
         if free is not None and sum(here) > free:
             raise ModelError(
                 f"{len(here)} rank(s) of this machine would keep {sum(here) / 1e9:.1f} GB in its memory, of which "
                 f"{free / 1e9:.1f} GB are free (MemAvailable, memory.max), and then the optimizer's states: {less}"
             )
-        return HostArena(max(1, wanted), device)
+        return HostLink(HOST, HostArena(max(1, wanted), device))
 
     return control.together(allocate, call=call), usable_cores() // len(here)
 
@@ -281,7 +286,7 @@ def _fill_shards(
     device: torch.device,
     init: Init | None,
     lazy: AbstractSet[str],
-    arena: HostArena | None,
+    host: HostLink | None,
 ) -> list[UnitShards]:
     """Unit by unit, so that at most one unit is whole on any rank beside the tensors that the model already held."""
     control = homes[""].control
@@ -295,7 +300,7 @@ def _fill_shards(
         materialiser.unit(module, inside[module.name])
         for each, infos in zip(placed, module.groups.values(), strict=True):
             part = each.buffer.part
-            buffer = FlatShards.allocate(each, infos, coordinates[part], device, arena)
+            buffer = FlatShards.allocate(each, infos, coordinates[part], device, host)
             if not all(lacks_values(local_of(place.original)) for place in buffer.places):  # not all are lazy
                 buffer.fill(_values(buffer, homes[part].control))
             buffers.append(buffer)

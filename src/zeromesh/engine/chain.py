@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,12 +26,14 @@ from torch import Tensor
 from zeromesh.collectives import runnable
 from zeromesh.comm import AxisGroup, Chain, Step, all_gather, all_reduce, reduce_scatter
 from zeromesh.comm.exchange import Copy, own_chunk
-from zeromesh.comm.host import HostLink
 from zeromesh.engine.flat import FlatShards, GradDestinations, inside
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError, NotationError
 from zeromesh.schedule import FROZEN_BYTES, ITEM_BYTES, LaneKind, Route, Transfer, Unit, place
 from zeromesh.strategy import Layout
+
+if TYPE_CHECKING:
+    from zeromesh.comm.host import HostLink
 
 Groups = Mapping[str, AxisGroup]
 
@@ -52,7 +54,9 @@ class Scratch:
         return self.staging[start : start + numel * dtype.itemsize].view(dtype)
 
 
-def unshard_chain(shards: FlatShards, groups: Groups, scratch: Scratch, host: HostLink, *, from_kept: bool) -> Chain:
+def unshard_chain(
+    shards: FlatShards, groups: Groups, scratch: Scratch, host: HostLink | None, *, from_kept: bool
+) -> Chain:
     """Gathers `params` (or `kept`) into `full`, filling `kept` on the way."""
     placed, whole, route = shards.placed, slice(0, shards.padded), shards.placed.routes["unshard"]
     gathers = partial(_gathers, shards, destination=shards.full, held=whole, groups=groups, scratch=scratch)
@@ -64,7 +68,7 @@ def unshard_chain(shards: FlatShards, groups: Groups, scratch: Scratch, host: Ho
         gathers = partial(gathers, kept=shards.kept)
     if not from_kept:
         chain = _brought(shards.params, shards.full[shards.param_range], route, gathers, host)
-        return (*chain, host.step("down", shards.kept, region)) if route.down else chain
+        return (*chain, _link(host).step("down", shards.kept, region)) if route.down else chain
     if not placed.keeps_messages:
         return _brought(shards.kept, region, placed.from_kept, gathers, host)
     from zeromesh.comm.quantised import restore_kept  # a quantised wire is asked for by name
@@ -75,7 +79,7 @@ def unshard_chain(shards: FlatShards, groups: Groups, scratch: Scratch, host: Ho
     return (Step(call=restore), *gathers(placed.from_kept, region))
 
 
-def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch, host: HostLink) -> Chain:
+def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch, host: HostLink | None) -> Chain:
     """Casts `master` and gathers it into `params`; empty if nothing is left to do."""
     route, held, source = shards.placed.routes["refresh"], shards.param_range, shards.master
     if source is None or (shards.master_in_params and not route.steps):
@@ -91,7 +95,7 @@ def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch, host: Ho
             destination = scratch.region(route.passing, params.dtype)
     gathers = partial(_gathers, shards, destination=destination, held=held, groups=groups, scratch=scratch)
     chain = _brought(source, inside(destination, held, shards.state_range), route, gathers, host, cast)
-    return (*chain, host.step("down", params, destination, aside=False)) if route.down else chain
+    return (*chain, _link(host).step("down", params, destination, aside=False)) if route.down else chain
 
 
 def _brought(
@@ -99,14 +103,19 @@ def _brought(
     lands: Tensor,
     route: Route,
     gathers: Callable[[Route, Tensor], Chain],
-    host: HostLink,
+    host: HostLink | None,
     cast: Copy | None = None,
 ) -> Chain:
     """The gathers of `source`; if it lies on the host, after a copy up to where it `lands`, and a `cast` before that.
     Where that is memory of the lane, which does one job at a time, the copy is a part of the job."""
     if route.up is None:
         return gathers(route, source)
-    return (host.step("up", lands, source, before=cast, aside=not route.passing), *gathers(route, lands))
+    return (_link(host).step("up", lands, source, before=cast, aside=not route.passing), *gathers(route, lands))
+
+
+def _link(host: HostLink | None) -> HostLink:
+    assert host is not None  # a route copies only where there is one
+    return host
 
 
 def _gathers(
@@ -222,7 +231,7 @@ class ReduceChains:
 
 
 def reduce_chains(
-    shards: FlatShards, groups: Groups, scratch: Mapping[LaneKind, Scratch], host: HostLink
+    shards: FlatShards, groups: Groups, scratch: Mapping[LaneKind, Scratch], host: HostLink | None
 ) -> ReduceChains:
     """From `waiting` into the accumulator, and on to its state shard's part."""
     placed, grads = shards.placed, shards.grads
@@ -254,18 +263,20 @@ def reduce_chains(
     )
 
 
-def _grad_copies(shards: FlatShards, early: Route, late: Route, scratch: Scratch, host: HostLink) -> dict[str, Chain]:
+def _grad_copies(
+    shards: FlatShards, early: Route, late: Route, scratch: Scratch, host: HostLink | None
+) -> dict[str, Chain]:
     """The copies between `grads` and `host_grads`."""
     grads, held, found = shards.grads, shards.host_grads, dict[str, Chain]()
     if held is None or grads is None:
         return found
     if late.down is not None:
-        found["down"] = (host.step("down", shards.shown, shards.reduced),)
+        found["down"] = (_link(host).step("down", shards.shown, shards.reduced),)
     if early.down is not None:
-        found["micro_down"] = (host.step("down", held, grads),)
+        found["micro_down"] = (_link(host).step("down", held, grads),)
     if late.up is not None:
         landing = scratch.region(late.up.numel, grads.dtype)
-        found["up"] = (host.step("up", landing, held), Step(call=partial(grads.add_, landing)))
+        found["up"] = (_link(host).step("up", landing, held), Step(call=partial(grads.add_, landing)))
     return found
 
 

@@ -24,13 +24,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeromesh.comm.host import HostArena
 from zeromesh.engine.control import Span
 from zeromesh.engine.elements import Divided, Elements
 from zeromesh.engine.leaf import Leaf, PlainLeaf, make_leaf
@@ -41,6 +40,9 @@ from zeromesh.pieces.region import Region
 from zeromesh.schedule import BufferLayout, FlatBuffer
 from zeromesh.schedule.buffer_layout import FEEDBACK_DTYPE
 from zeromesh.strategy import Axis
+
+if TYPE_CHECKING:
+    from zeromesh.comm.host import HostLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +128,7 @@ class FlatShards:
         infos: Sequence[ParamInfo],
         coordinates: dict[str, int],
         device: torch.device,
-        host: HostArena | None = None,
+        host: HostLink | None = None,
     ) -> FlatShards:
         """Allocates the persistent shards, zeroed; slots come with `bind`."""
         places, start = [], 0
@@ -142,7 +144,7 @@ class FlatShards:
             count, dtype = getattr(sizes, kind), DTYPES.get(wire, torch.uint8)
             if kind in on_host:
                 assert host is not None  # the caller has planned its bytes
-                return host.take(count, dtype)
+                return host.arena.take(count, dtype)
             return torch.zeros(count // dtype.itemsize, dtype=dtype, device=device)
 
         self.params = zeros("params", spec.param_dtype)

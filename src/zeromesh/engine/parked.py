@@ -60,8 +60,8 @@ def parked(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = (), h
     ]
     sizes = [*(storage.nbytes() for storage in kept), *(state[key].nbytes for state, key in states)]
     less = "park less (host=1), or use more machines"
-    arena, _ = take_host_memory(sum(map(_room, sizes)), control, device, call="zm.parked", less=less)
-    copies = [arena.take(_room(size), torch.uint8)[:size] for size in sizes]
+    link, _ = take_host_memory(sum(map(_room, sizes)), control, device, call="zm.parked", less=less)
+    copies = [link.arena.take(_room(size), torch.uint8)[:size] for size in sizes]
     for storage, copy in zip(kept, copies, strict=False):
         copy.copy_(_bytes_of(storage), non_blocking=True)
     for (state, key), copy in zip(states, copies[len(kept) :], strict=True):

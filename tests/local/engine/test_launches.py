@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.pure.strategy.mixes import NAMES, mixes, notation
 from zeromesh.comm import AxisGroup, collectives, transport
 from zeromesh.comm.exchange import Channel
-from zeromesh.comm.host import HostLink
 from zeromesh.engine.chain import Scratch, reduce_chains, refresh_chain, unshard_chain
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import DTYPES, ParamInfo
@@ -97,7 +96,7 @@ def launched(strategy: str, sizes: Sequence[int]) -> dict[str, int]:
     assert shards.grads is not None
     with counted() as launches:
         groups = {axis.name: group_of(axis.name, axis.size, coordinates, layout) for axis in layout.axes}
-        host = HostLink("host")
+        host = None
         reduce = reduce_chains(shards, groups, scratch, host)
         gathers = refresh_chain(shards, groups, scratch["refresh"], host)
         gathers += unshard_chain(shards, groups, scratch["unshard"], host, from_kept=False) if sharded else ()
