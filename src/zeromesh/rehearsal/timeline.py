@@ -20,6 +20,7 @@ from typing import Literal
 from zeromesh.cost.collective import CollectiveCost
 from zeromesh.errors import InternalError
 from zeromesh.rehearsal.result import COMPUTE, Place
+from zeromesh.schedule.transfer import COPIES
 from zeromesh.simulator.network import Job, Network, Work
 from zeromesh.trace import Event, Trace
 
@@ -149,8 +150,10 @@ class _Stream:
 class _Device:
     """[Note: Clocks of streams]."""
 
-    def __init__(self, cores: float | None) -> None:
+    def __init__(self, cores: float | None, *, implicit: bool) -> None:
         self.network = Network(self._sent, cores)
+        self.implicit = implicit
+        self.launched = deque[_Queued]()  # collectives that have not begun, if their order is kept
         self.streams: defaultdict[int, _Stream] = defaultdict(_Stream)
         self._sending: dict[Job, _Queued] = {}
 
@@ -159,7 +162,10 @@ class _Device:
         return self.network.now_s
 
     def put(self, stream: int, item: Kernel | Communication | _Mark | _Wait, rows: _Rows) -> None:
-        self.streams[stream].queue.append(_Queued(item, self.now_s, rows))
+        queued = _Queued(item, self.now_s, rows)
+        self.streams[stream].queue.append(queued)
+        if self.implicit and isinstance(item, Communication) and item.lane not in COPIES:
+            self.launched.append(queued)
 
     def mark(self, stream: int, rows: _Rows) -> _Mark:
         """The end of what the stream has been given so far."""
@@ -185,11 +191,13 @@ class _Device:
         """All that needs no time: what is over leaves its stream, what may begin does."""
         moved = True
         while moved:  # what one stream comes to may let another go on
+            held = len(self.launched)
             moved = False
             for number, stream in self.streams.items():
                 while stream.queue and self._is_over(number, stream, stream.queue[0]):
                     stream.queue.popleft()
                     stream.free_s, moved = self.now_s, True
+            moved = moved or len(self.launched) < held
 
     def _is_over(self, number: int, stream: _Stream, queued: _Queued) -> bool:
         match queued.item:
@@ -210,6 +218,10 @@ class _Device:
                     queued.rows.computed(kernel, queued.started_s, self.now_s)
             case Communication() as sent:
                 if queued.job is None:
+                    if queued in self.launched:
+                        if self.launched[0] is not queued:
+                            return False
+                        self.launched.popleft()
                     work = Work(sent.operation, (sent.axis,), sent.cost, (sent.sent_bytes,))
                     queued.job = Job((work,), 0, sent.micro_batch, sent.lane)
                     self._sending[queued.job] = queued
@@ -239,7 +251,12 @@ class _Device:
 
 
 def replay(
-    issued: Iterable[Issued], *, label: str, cores: float | None = None, host_scale: float = 1.0
+    issued: Iterable[Issued],
+    *,
+    label: str,
+    cores: float | None = None,
+    host_scale: float = 1.0,
+    launch_order: Literal["none", "implicit"] = "none",
 ) -> tuple[TimedStep, ...]:
     """The steps of a recording as they would run, each a trace that begins where the one before has ended.
 
@@ -248,8 +265,9 @@ def replay(
         label: of the traces.
         cores: of the device, where they move the bytes.
         host_scale: seconds of the host for one of the recording, which takes time itself.
+        launch_order: of collectives: [Note: Launch order] of `zeromesh.simulator.network`.
     """
-    device, events = _Device(cores), dict[int, _Mark]()
+    device, events = _Device(cores, implicit=launch_order == "implicit"), dict[int, _Mark]()
     rows, ended = _Rows(), list[tuple[_Rows, _Mark, float]]()
     at_s = host_s = 0.0
     for item in issued:

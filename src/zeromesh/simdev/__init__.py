@@ -14,6 +14,7 @@ Stable, for what builds on this:
 
     start(virtual=False) -> Device        builds, registers; again is free, another mode is an error
     counting_group(rank, world)           torch's default process group, of any world, in this process
+    launch_order("implicit")              context; collectives of all communicators begin in the order of launch
     memory_stats() -> MemoryStats         and reset_peak_memory()
     Checker()                             context; races, early_frees, host_reads, host_waits, checked
     Recorder(listener)                    context; tells of every kernel, collective and order of streams
@@ -23,7 +24,15 @@ docs/simdev.md says what it sees and what it cannot.
 """
 
 from zeromesh.simdev.checker import Checker, EarlyFree, HostRead, HostWait, Race
-from zeromesh.simdev.device import Device, MemoryStats, counting_group, memory_stats, reset_peak_memory, start
+from zeromesh.simdev.device import (
+    Device,
+    MemoryStats,
+    counting_group,
+    launch_order,
+    memory_stats,
+    reset_peak_memory,
+    start,
+)
 from zeromesh.simdev.groups import BACKEND, COUNTING
 from zeromesh.simdev.recorder import Collective, Kernel, Order, Recorder
 
@@ -42,6 +51,7 @@ __all__ = [
     "Race",
     "Recorder",
     "counting_group",
+    "launch_order",
     "memory_stats",
     "reset_peak_memory",
     "start",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -54,6 +57,8 @@ class MemoryStats:
     segments: int
 
 
+LaunchOrder = Literal["none", "implicit"]
+
 _started: Device | None = None
 
 
@@ -88,6 +93,21 @@ def _require_place() -> None:
             f"torch has one place for a device that is not its own, and {other!r} has it in this process: start the "
             f"simulated device in another process"
         )
+
+
+@contextmanager
+def launch_order(order: LaunchOrder) -> Iterator[None]:
+    """Inside, collectives of several communicators are ordered so on the device.
+
+    Args:
+        order: "none", each stream for itself, as outside; or "implicit", each once all that were launched before it
+            have begun, as with NCCL_LAUNCH_ORDER_IMPLICIT.
+    """
+    native().keep_launch_order(order == "implicit")
+    try:
+        yield
+    finally:
+        native().keep_launch_order(False)
 
 
 def memory_stats() -> MemoryStats:

@@ -30,9 +30,9 @@ def after(event: int, of: int, stream: int) -> list[Order]:
     return [Order(at_s=0.0, kind=kind, stream=s, event=event) for kind, s in (("record", of), ("wait", stream))]
 
 
-def run(*issued: Issued, host_scale: float = 1.0) -> TimedStep:
+def run(*issued: Issued, **options: Any) -> TimedStep:
     at_s = issued[-1].at_s
-    (step,) = replay([*issued, StepEnd(at_s=at_s)], label="", host_scale=host_scale)
+    (step,) = replay([*issued, StepEnd(at_s=at_s)], label="", **options)
     return step
 
 
@@ -83,3 +83,11 @@ def test_a_step_begins_where_the_computation_has_ended_the_one_before() -> None:
     first, second = replay([kernel(2.0), gather(0.0, 9.0), end, *after(3, of=1, stream=0), kernel(1.0), end], label="")
     assert (first.seconds, second.seconds) == (2.0, 8.0)
     assert second.trace.seconds(kind="wait") == 7.0
+
+
+def test_launch_order_lets_a_gather_wait_for_refreshes_that_wait_for_their_stream() -> None:
+    refresh = gather(0.0, 4.0, level=1, stream=2, lane="refresh")
+    for refreshes, seconds in ((1, 2.0), (2, 6.0), (3, 10.0)):
+        issued = (*[refresh] * refreshes, gather(0.0, 1.0), *after(7, of=1, stream=0), kernel(1.0))
+        assert run(*issued).seconds == 2.0
+        assert run(*issued, launch_order="implicit").seconds == seconds

@@ -18,6 +18,8 @@ std::array<Clock, kStreams> first_clocks() {
 std::array<Clock, kStreams> clocks = first_clocks();
 Clock host{};
 int64_t serials = 0;
+bool order_kept = false;
+Clock launched{};  // what comes before the beginning of the collective that was launched last
 thread_local int current = 0;
 
 void join(Clock& clock, const Clock& other) {
@@ -83,6 +85,19 @@ void wait(int stream, const Event& event) {
     join(clocks[stream], event.clock);
   }
   recorder::order("wait", stream, event.serial);
+}
+
+void keep_launch_order(bool kept) {
+  Locked locked(lock());
+  order_kept = kept;
+  launched = {};
+}
+
+void launch_collective(int stream) {
+  Locked locked(lock());
+  if (!order_kept) return;
+  join(clocks[stream], launched);
+  launched = marked(stream);
 }
 
 void host_waits_for(int stream) {

@@ -6,6 +6,10 @@
 // if, and only if, `now(s)[i] >= t`. Nothing depends on timing: a wait that is missing is missing in every run.
 //
 // The host has one clock for all of its threads: what it has waited for comes before all that it issues afterwards.
+//
+// [Note: Launch order] Kernels of a device's communicators may run in any order, or, as with NCCL_LAUNCH_ORDER_IMPLICIT,
+// each begins once all that were launched before it have begun. Then it also comes after what their streams did before
+// them, but not after these kernels themselves.
 #pragma once
 
 #include <array>
@@ -41,6 +45,10 @@ bool covers(const Clock& clock, const Clock& other);
 Clock marked(int stream);
 void record(Event& event, int stream);
 void wait(int stream, const Event& event);
+
+// Of collectives, from now on: [Note: Launch order].
+void keep_launch_order(bool kept);
+void launch_collective(int stream);
 
 void host_waits_for(int stream);
 void host_waits_for(const Event& event);

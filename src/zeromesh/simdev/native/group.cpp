@@ -277,6 +277,7 @@ class Group final : public c10d::Backend {
   void report(
       const std::string& name, const Tensors& read, const Tensors& written, int64_t sent_bytes, int stream, bool device) const {
     if (!device) return;
+    launch_collective(stream);
     std::vector<Touch> touches;
     for (const auto& tensor : read) add_touch(touches, tensor, false);
     for (const auto& tensor : written) add_touch(touches, tensor, true);

@@ -59,6 +59,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_findings(m);
   bind_memory(m);
   m.def("current_stream", &current_stream);
+  m.def("keep_launch_order", &keep_launch_order);
   m.def("default_generator", &default_generator);
   m.def("listen", &recorder::listen);
   m.def("make_group", &make_group, py::arg("rank"), py::arg("size"), py::arg("gloo"), py::arg("timeout"));
