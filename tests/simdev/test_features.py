@@ -51,7 +51,12 @@ def test_what_is_saved_loads_under_another_strategy(tmp_path):
         model, optimizer = make(MESH, "node=3,cluster=1", device="simdev")
         train(model, optimizer, 2)
         with Checkpoints(tmp_path / "ours", model, optimizer) as checkpoints:
+            checkpoints.open()
+            assert checkpoints._saver is not None and checkpoints._saver._reserving is not None
+            checkpoints._saver._reserving.result()
+            pinned = checkpoints._saver._staging._arena
             checkpoints.save(2)
+            assert pinned is not None and pinned is checkpoints._saver._staging._arena and pinned.memory.is_pinned()
             expected = {name: local for name, _, _, local in slices(model, optimizer)}
             uninterrupted = train(model, optimizer, 2, first=2)
         other, again = make(MESH, "node=3,cluster=1", seed=1, device="simdev")

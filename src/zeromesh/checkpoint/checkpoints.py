@@ -21,6 +21,7 @@ from zeromesh.checkpoint.read import Reader
 from zeromesh.checkpoint.saver import LOCK_WAIT_S, Saver, Snapshot
 from zeromesh.checkpoint.storage import open_storage
 from zeromesh.errors import CheckpointError
+from zeromesh.pieces.piece import Piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +100,27 @@ class Checkpoints:
         return self._saver.staging_bytes if self._saver else 0
 
     def open(self) -> None:
-        """Locks the directory for saving; the first `save` does it where this has not.
+        """Locks the directory for saving. Once the optimizers have states, after the first step, it also begins to pin
+        host memory for the copies of a device, in the background. The first `save` does what this has not.
 
         Raises:
             CheckpointError: it cannot be written, or another job saves to it.
         """
         if self._saver is None:
             self._saver = Saver(self._storage, self._peers, **self._options, lock_wait_s=self._lock_wait_s)
+        if all(optimizer.state for optimizer in self._optimizers):
+            self._saver.reserve(self._pieces())
+
+    def _pieces(self) -> list[Piece]:
+        held = self._held
+        extra = [
+            piece
+            for model, engine in zip(held.models, held.engines, strict=True)
+            if engine.control.first
+            for piece in states.extra_pieces(model)
+        ]
+        collected = tensors.collect(held, self._optimizers, frozen=self._frozen)
+        return [*collected, *states.random_pieces(held.control.number), *extra]
 
     def save(self, step: int, state: Mapping[str, Any] | None = None) -> None:
         """Copies everything to host memory and returns; the copy is written in the background.
@@ -121,16 +136,13 @@ class Checkpoints:
             CheckpointError: `step` is none, the save before failed, or something cannot be saved.
         """
         step = _require_step(step)
-        self.open()
+        if self._saver is None:
+            self.open()
         assert self._saver is not None
         held = self._held
         for engine in held.engines:
             engine.at_rest()
-        pieces = [*tensors.collect(held, self._optimizers, frozen=self._frozen)]
-        pieces += states.random_pieces(held.control.number)
-        firsts = [model for model, engine in zip(held.models, held.engines, strict=True) if engine.control.first]
-        pieces += [piece for model in firsts for piece in states.extra_pieces(model)]
-        groups = states.describe_groups(self._optimizers)
+        pieces, groups = self._pieces(), states.describe_groups(self._optimizers)
         plain = {"user": states.to_plain(state or {}, "state")}
         snapshot = Snapshot(
             step=step,
@@ -138,7 +150,7 @@ class Checkpoints:
             state=plain if self._frozen else {**plain, "frozen": tensors.checksums(held)},
             about=_about(held),
             aliases=tensors.aliases_of(held, frozen=self._frozen),
-            groups=groups if firsts else (),
+            groups=groups if any(engine.control.first for engine in held.engines) else (),
             common=held.common,
         )
         self._saver.save(snapshot)

@@ -60,6 +60,10 @@ class RunCheckpoints:
             self._checkpoints.open()
         return found
 
+    def prepare(self) -> None:
+        """Begins to pin memory for saves, once the optimizer has states."""
+        self._checkpoints.open()
+
     def save(self, step: int, faults: Mapping[str, Any]) -> None:
         """Saves in the background. If the save before failed, one warning says so: training is worth more than one
         checkpoint.

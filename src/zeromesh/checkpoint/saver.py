@@ -20,8 +20,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
 from typing import Any, TypeVar
 
@@ -35,8 +36,12 @@ from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.states import groups_for_torch, join_groups
 from zeromesh.checkpoint.storage import Storage, reason
 from zeromesh.checkpoint.write import Written, entries_of, files_of, write_file
-from zeromesh.errors import CheckpointError
+from zeromesh.comm.host import HostArena
+from zeromesh.errors import CheckpointError, CommunicationError
 from zeromesh.pieces.piece import Piece
+
+CHUNK_BYTES = 1 << 30
+"""In which memory is pinned: some .3 s each, for which the device's driver does nothing else."""
 
 LOCK_WAIT_S = 10.0
 """A job that is restarted may find its predecessor still ending."""
@@ -52,26 +57,55 @@ class Staging:
 
     def __init__(self) -> None:
         self._copies: list[Tensor] = []
+        self._arena: HostArena | None = None
 
     @property
     def num_bytes(self) -> int:
         return sum(copy.nbytes for copy in self._copies)
 
+    def reserve(self, pieces: Sequence[Piece]) -> None:
+        """Pins memory for such pieces, if it has less."""
+        wanted = max(1, sum(_padded(piece.local.nbytes) for piece in pieces))
+        if self._arena is None or self._arena.memory.numel() < wanted:
+            self._copies, self._arena = [], None  # never both
+            device = _device_of(pieces)
+            try:
+                with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # a thread has its own
+                    self._arena = HostArena(wanted, device, CHUNK_BYTES)
+            except CommunicationError:  # copies then wait for each other, and no more
+                self._arena = HostArena(wanted, torch.device("cpu"))
+
     def copy(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Copies; returns the elements of each piece in host memory, valid until the next call."""
         sources = [piece.local for piece in pieces]
-        on_device = any(source.device.type != "cpu" for source in sources)
-        layout = [(source.numel(), source.dtype) for source in sources]
-        if layout != [(copy.numel(), copy.dtype) for copy in self._copies]:
-            self._copies = []  # never both
-            self._copies = [
-                torch.empty(numel, dtype=dtype, device="cpu", pin_memory=on_device) for numel, dtype in layout
-            ]
+        if [(s.numel(), s.dtype) for s in sources] != [(copy.numel(), copy.dtype) for copy in self._copies]:
+            self.reserve(pieces)
+            assert self._arena is not None
+            ends = [0, *accumulate(_padded(source.nbytes) for source in sources)]
+            memory = self._arena.memory
+            self._copies = [memory[at : at + s.nbytes].view(s.dtype) for at, s in zip(ends, sources, strict=False)]
+        to, of, start = list[Tensor](), list[Tensor](), 0
+        for copy, source in zip(self._copies, sources, strict=True):
+            first, each = ((CHUNK_BYTES - start % CHUNK_BYTES) // copy.itemsize, CHUNK_BYTES // copy.itemsize)
+            cuts = [*range(first, copy.numel(), each)]  # a copy lies in one chunk
+            to += torch.tensor_split(copy, cuts)
+            of += torch.tensor_split(source, cuts)
+            start += _padded(source.nbytes)
         if sources:
-            torch._foreach_copy_(self._copies, sources, non_blocking=on_device)
-        if on_device:
-            torch.accelerator.synchronize()
+            torch._foreach_copy_(to, of, non_blocking=True)
+        if (device := _device_of(pieces)).type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()
         return self._copies
+
+
+def _padded(num_bytes: int) -> int:
+    """So that elements of any dtype begin at multiples of their size."""
+    return -(-num_bytes // 16) * 16
+
+
+def _device_of(pieces: Sequence[Piece]) -> torch.device:
+    devices = (piece.local.device for piece in pieces)
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +173,7 @@ class Saver:
         self._staging = Staging()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zeromesh-checkpoint")
         self._pending: Future[str] | None = None
+        self._reserving: Future[None] | None = None
 
         def enter() -> None:
             storage.lock(lock_wait_s)
@@ -165,8 +200,15 @@ class Saver:
             CheckpointError: the save before failed.
         """
         self.wait()
+        if self._reserving is not None:
+            self._reserving.result()
         copies = self._staging.copy(snapshot.pieces)
         self._pending = self._thread.submit(self._write, snapshot, copies)
+
+    def reserve(self, pieces: Sequence[Piece]) -> None:
+        """Begins to pin memory for the copies of such pieces, in the background; none for pieces on the host."""
+        if _device_of(pieces).type != "cpu":
+            self._reserving = self._thread.submit(self._staging.reserve, pieces)
 
     def wait(self) -> str | None:
         """Waits for the save in progress; the full name of its checkpoint, None where there was none.

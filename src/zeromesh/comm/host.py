@@ -73,25 +73,29 @@ class HostArena:
     Args:
         num_bytes: of all that will be taken; at least 1.
         device: that it is copied to and from.
+        chunk_bytes: it is registered in chunks of so many, since CUDA does nothing else meanwhile, and no copy may lie
+            in two; None for one piece.
 
     Raises:
         CommunicationError: CUDA does not register it.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, chunk_bytes: int | None = None) -> None:
         if device.type not in ("cpu", "cuda"):
             self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         else:  # an anonymous mapping is of zeros, and takes no memory before it is written to
             self.memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
         self._taken = 0
         if device.type == "cuda":
-            code = int(_cudart().cudaHostRegister(self.memory.data_ptr(), num_bytes, 0))
-            if code:
-                raise CommunicationError(
-                    f"CUDA cannot register {num_bytes} bytes of the host's memory (error {code}): raise the limit of "
-                    f"locked memory (ulimit -l), or give a strategy that keeps less on the host"
-                )
-            weakref.finalize(self, _unregister, self.memory.data_ptr()).atexit = False
+            for start in range(0, num_bytes, chunk_bytes or num_bytes):
+                address, length = self.memory.data_ptr() + start, min(chunk_bytes or num_bytes, num_bytes - start)
+                code = int(_cudart().cudaHostRegister(address, length, 0))
+                if code:
+                    raise CommunicationError(
+                        f"CUDA cannot register {num_bytes} bytes of the host's memory (error {code}): raise the limit "
+                        f"of locked memory (ulimit -l), or give a strategy that keeps less on the host"
+                    )
+                weakref.finalize(self, _unregister, address).atexit = False
 
     def take(self, num_bytes: int, dtype: torch.dtype) -> Tensor:
         """The next part of it, zeroed: 1-D. Shards begin at multiples of 16 bytes: [Note: Padding] of layouts."""

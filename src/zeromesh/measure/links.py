@@ -27,6 +27,8 @@ from zeromesh.strategy import Layout
 
 SMALLEST_BYTES = 1 << 14
 LARGEST_BYTES = 1 << 26
+LARGEST_ON_DEVICE_BYTES = 1 << 29
+"""NVLink comes to its rate with messages of hundreds of MiB."""
 LEAST_BYTES = 1 << 22
 """A rate is not known before transfers are as long as a block of a model: shaped links let a short one pass at once."""
 
@@ -156,7 +158,8 @@ def _samples(group: AxisGroup, ranks: Ranks, budget_s: float, patience: float) -
     """Sizes from small to large, to `LEAST_BYTES` and on as long as a round over all stays within the budget."""
     workspace = torch.empty(workspace_bytes(group), dtype=torch.uint8, device=ranks.device)
     size, used_s, shortest_s = SMALLEST_BYTES, 0.0, 0.0
-    while size <= LARGEST_BYTES:
+    largest = LARGEST_BYTES if ranks.on_cpu else LARGEST_ON_DEVICE_BYTES
+    while True:
         made = _calls(group, size, workspace, ranks.device)
         this_s = once_s = 0.0
         for operation, (call, sent) in made.items():
@@ -170,9 +173,9 @@ def _samples(group: AxisGroup, ranks: Ranks, budget_s: float, patience: float) -
         # By what longer messages take, since all of them wait for latencies alike; of some size, since those are noisy.
         if LEAST_BYTES // 64 <= size < LEAST_BYTES and once_s > 2 * shortest_s:
             _require_time((once_s - shortest_s) / (size - SMALLEST_BYTES) * LEAST_BYTES, budget_s, patience)
-        if size >= LEAST_BYTES and used_s + GROWTH * this_s > budget_s:
+        if size == largest or (size >= LEAST_BYTES and used_s + GROWTH * this_s > budget_s):
             return
-        size *= GROWTH
+        size = min(GROWTH * size, largest)
 
 
 def _repeats(call: Call, ranks: Ranks) -> tuple[int, float]:
@@ -214,12 +217,12 @@ def _calls(group: AxisGroup, size: int, workspace: torch.Tensor, device: torch.d
 
 def _timed(call: Call, repeats: int, ranks: Ranks) -> float:
     """Seconds of one call on this rank, all ranks starting together."""
-    ranks.settle()
+    ranks.settle_stream()  # and not for products beside, on a stream of their own
     dist.barrier()
     start = time.perf_counter()
     for _ in range(repeats):
         call()
-    ranks.settle()
+    ranks.settle_stream()
     return (time.perf_counter() - start) / repeats
 
 

@@ -289,6 +289,8 @@ class Trainer:
                     self._report.append(replace(metrics, skipped=skipped, rollbacks=rollbacks))
                 if outcome.finite and not self.memory:
                     self._measure_memory()
+                    if every:
+                        self.checkpoints.prepare()
                 self._write_samples(done)
                 stops = every > 0 and outcome.stop
                 saves = stops or (every > 0 and (done % every == 0 or done == steps))

@@ -166,6 +166,24 @@ def test_the_copy_is_taken_at_once_and_its_memory_is_kept(tmp_path: Path) -> Non
     assert staging.copy([]) == []
 
 
+def test_no_copy_lies_in_two_chunks_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver_module, "CHUNK_BYTES", 64)
+    parts: list[Tensor] = []
+    copy = torch._foreach_copy_
+
+    def watched(to: list[Tensor], of: list[Tensor], **options: Any) -> None:
+        parts.extend(to)
+        copy(to, of, **options)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", watched)
+    sources = [torch.arange(7), torch.randn(50), torch.randn(0), torch.randn(33).bfloat16(), torch.arange(3.0).double()]
+    copies = Staging().copy([whole(str(index), source) for index, source in enumerate(sources)])
+    assert all(torch.equal(copy, source) for copy, source in zip(copies, sources, strict=True))
+    begin = copies[0].data_ptr()
+    ranges = [(part.data_ptr() - begin, part.nbytes) for part in parts if part.numel()]
+    assert len(ranges) > 6 and all(at // 64 == (at + count - 1) // 64 for at, count in ranges)
+
+
 # ---- damage
 
 

@@ -26,3 +26,15 @@ def test_an_arena_is_registered_as_long_as_it_lives_and_its_parts_outlive_it():
         cuda.cudaHostRegister.return_value = 2
         with pytest.raises(CommunicationError, match=r"cannot register 48 bytes .*error 2.*ulimit -l"):
             HostArena(48, torch.device("cuda"))
+
+
+def test_an_arena_in_chunks_is_registered_chunk_by_chunk():
+    cuda = mock.Mock()
+    cuda.cudaHostRegister.return_value = 0
+    with mock.patch("zeromesh.comm.host._cudart", lambda: cuda):
+        arena = HostArena(80, torch.device("cuda"), chunk_bytes=32)
+        begin = arena.memory.data_ptr()
+        parts = [(begin, 32), (begin + 32, 32), (begin + 64, 16)]
+        assert cuda.cudaHostRegister.call_args_list == [mock.call(*part, 0) for part in parts]
+        del arena
+        assert sorted(call.args[0] for call in cuda.cudaHostUnregister.call_args_list) == [at for at, _ in parts]
