@@ -160,14 +160,15 @@ def _excluded(evaluator: Evaluator, least: Candidate, name: str) -> Reason:
     memory = simulation.memory
     parts = [(key, value) for key, value in memory.as_dict().items() if key != "total"]
     largest = ", ".join(f"{key} {value / 1e9:.1f}" for key, value in sorted(parts, key=lambda p: -p[1])[:3])
+    text = (
+        f"does not fit: at least {memory.total / 1e9:.1f} GB per device, {evaluator.limit_bytes / 1e9:.1f} GB are "
+        f"usable ({largest} GB at micro-batch {least.micro_batch}, recomputation {least.recomputation.value})"
+    )
     return Reason(
         name=name,
         strategy=least.named,
         outcome="excluded",
-        text=(
-            f"does not fit: at least {memory.total / 1e9:.1f} GB per device, {evaluator.limit_bytes / 1e9:.1f} GB are "
-            f"usable ({largest} GB at micro-batch {least.micro_batch}, recomputation {least.recomputation.value})"
-        ),
+        text=text if memory.total > evaluator.limit_bytes else simulation.notes()[-1],  # then the host's is short
         step_s=None,
         memory_bytes=memory.total,
         host_memory_bytes=simulation.host_memory_bytes,

@@ -266,7 +266,7 @@ def _front(front: Sequence[Estimate], limit_bytes: float) -> FrontChart:
             Point(
                 x=100 * point.memory_bytes / most_bytes,
                 y=y(point.step_s),
-                label=f"{point.candidate}: {format_seconds(point.step_s, 4)}, {format_bytes(point.memory_bytes)}",
+                label=f"{point.candidate}: {format_seconds(point.step_s, 4)}, {_memory_of(point)}",
                 step_s=point.step_s,
                 memory_bytes=point.memory_bytes,
                 best=point.step_s == fastest,
@@ -279,6 +279,11 @@ def _front(front: Sequence[Estimate], limit_bytes: float) -> FrontChart:
         y_ticks=tuple(Tick(at=y(value), label=format_seconds(value, digits=4)) for value in round_values(low, high)),
         limit=100 * limit_bytes / most_bytes,
     )
+
+
+def _memory_of(point: Estimate) -> str:
+    host = f" + {format_bytes(point.host_memory_bytes)} on the host" if point.host_memory_bytes else ""
+    return f"{format_bytes(point.memory_bytes)}{host}"
 
 
 def timeline(trace: Trace, micro_batches: int) -> Timeline:

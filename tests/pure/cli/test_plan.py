@@ -118,7 +118,9 @@ def test_plan_takes_the_host_s_memory_where_nothing_fits_without(zeromesh, tmp_p
     assert re.search(r"\n\d+% of the step waits for the network, \d+% for the host\n", out)
     assert re.search(r"\n  [\d.]+ GB \+ 30.3 GB on the host \(121 GB a machine\)\n  micro-batch", out)
     assert "memory of its host: 30.3 GB per device, 121 GB a machine (122 GB usable)" in out
-    assert "30.3 GB on the host (121 GB a machine)" in (tmp_path / "plan.html").read_text()
+    assert re.search(r"ZeRO-1  host=\d,node=1,cluster=0  does not fit: \d+ GB of a machine's memory are", out)
+    page = (tmp_path / "plan.html").read_text()
+    assert "30.3 GB on the host (121 GB a machine)" in page and 'GB + 30.3 GB on the host" data-step-s' in page
     answer = json.loads(zeromesh(*base, "--host-memory", "128GB", "--json")[1])
     step = answer["best"]
     assert step["machine_memory_bytes"] == 4 * step["host_memory_bytes"] < step["machine_memory_limit_bytes"] == 121.6e9
