@@ -56,7 +56,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -65,7 +65,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store
 
 MAX_WORLD = 16
-PRELOAD = ["torch._dynamo", "hypothesis", "pytest", "zeromesh.engine.api", __name__]
+PRELOAD = ["torch._dynamo", "hypothesis", "pytest", "zeromesh.train.loop", "zeromesh.cli.app", __name__]
 LIBRARIES = ["transformers.trainer", "transformers.models.llama.modeling_llama", "peft", "lightning.pytorch"]
 """Preloaded too where their tests were collected: each takes seconds, and many ranks need it."""
 TIMEOUT_S = 600.0
@@ -112,12 +112,7 @@ class Pool:
     """Up to `MAX_WORLD` workers, started when first needed. A call uses the first `world` of them."""
 
     def __init__(self) -> None:
-        self._context = get_context("forkserver")
-        # Imported once, by the server from which workers are forked. The first optimizer imports torch._dynamo, which
-        # takes seconds on each of them.
-        collected = [name for name in sys.modules if name.startswith(("tests.dist.", "tests.simdev."))]
-        needed = LIBRARIES if any(".integrations." in name for name in collected) else []
-        self._context.set_forkserver_preload([*PRELOAD, *needed, *collected])
+        self._context = fork_context()
         self._workers: list[_Worker] = []
         self._directory = Path(tempfile.mkdtemp(prefix="zeromesh-pool-"))
         self._numbers = itertools.count()
@@ -233,6 +228,17 @@ def on_ranks(
         return test
 
     return decorate
+
+
+@functools.cache
+def fork_context() -> ForkServerContext:
+    """Forks from one server for each session, which imports once what takes seconds. The first optimizer imports
+    torch._dynamo."""
+    context = get_context("forkserver")
+    collected = [name for name in sys.modules if name.startswith(("tests.dist.", "tests.simdev."))]
+    needed = LIBRARIES if any(".integrations." in name for name in collected) else []
+    context.set_forkserver_preload([*PRELOAD, *needed, *collected])
+    return context
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from tests.dist import pool
 from tests.dist.measure.test_tasks import BATCH, ranks_of
 from tests.dist.pool import on_ranks, told_by_first
+from tests.forks import run_python
 from zeromesh.cli.app import main
 from zeromesh.errors import InputError
 from zeromesh.launch.job import find_task
@@ -32,7 +32,7 @@ def test_all_is_well_on_two_ranks_of_a_torchrun(tmp_path: Path) -> None:
     ranks, output = ranks_of(2), Path(told_by_first(str, tmp_path)) / "found.json"
     names = {"RANK": ranks.rank, "WORLD_SIZE": 2, "LOCAL_RANK": ranks.rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}
     around = {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost"}
-    measure, products = probe.measure, machine._products
+    measure = probe.measure
 
     def on_these(_: None, *, task: str, mesh: object, options: dict[str, object]) -> object:
         return find_task(task)(ranks, **options)
@@ -47,7 +47,6 @@ def test_all_is_well_on_two_ranks_of_a_torchrun(tmp_path: Path) -> None:
         patch.setattr(selftest, "_timed_batch", lambda: BATCH)
         patch.setattr(machine, "SAMPLE_S", 0.02)
         patch.setattr(links, "LEAST_BYTES", 1 << 18)
-        patch.setattr(machine, "_products", lambda ranks, dtype, _: products(ranks, dtype, 256))  # larger ones in bf16
         with mock.patch.dict(os.environ, around):
             result = selftest.selftest(MESH, output, steps=1)
         if result is None:
@@ -130,14 +129,8 @@ def test_a_rank_that_dies_leaves_a_file(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(DIES)
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     around = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    ended = subprocess.run(
-        (sys.executable, "-m", "zeromesh.cli", "selftest", "--ranks", "2", "--steps", "1", "-o", "found.json"),
-        cwd=tmp_path,
-        env={**around, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ("-m", "zeromesh.cli", "selftest", "--ranks", "2", "--steps", "1", "-o", "found.json")
+    ended = run_python(*words, env={**around, "PYTHONPATH": os.pathsep.join(paths)}, cwd=tmp_path)
     assert ended.returncode == 1 and "FAILED in " in ended.stdout, ended
     found = json.loads((tmp_path / "found.json").read_text())
     doing, check = found["checks"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 from functools import partial
@@ -12,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.forks import run_python
 from zeromesh.comm import Lane, Ticket
 from zeromesh.comm.lane import _Stream
 from zeromesh.errors import CommunicationError
@@ -161,6 +160,6 @@ Lane("lane", device=torch.device("cpu")).submit(job)
 
 
 def test_what_is_under_way_ends_before_the_process_does_but_for_a_stuck_job():
-    ended = subprocess.run([sys.executable, "-c", ENDINGS], capture_output=True, text=True)
+    ended = run_python("-c", ENDINGS)
     assert (ended.returncode, ended.stdout) == (1, "done\n")
     assert "lane still waits for other ranks 0.1 s after this one has ended" in ended.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forks import run_python
 from tools import first_day
 from tools.first_day import Check, Part, judge_device, judge_kernels, judge_selftest, main, page, parts, run
 
@@ -137,9 +136,8 @@ def test_parts_within_the_budget_end_in_one_file(tmp_path: Path, monkeypatch: py
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_it_runs_on_the_cpu_and_says_so(tmp_path: Path) -> None:
     """One of the two parts; the other is the self-test, which has tests of its own."""
-    around = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, ROOT / "tools" / "first_day.py", "--out", tmp_path, "--only", "fake"]
-    done = subprocess.run(command, cwd=tmp_path, env=around | {"PYTHONPATH": str(ROOT / "src")}, stdout=subprocess.PIPE)
+    around = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = run_python(ROOT / "tools/first_day.py", "--out", tmp_path, "--only", "fake", env=around, cwd=tmp_path)
     assert done.returncode == 2, (tmp_path / "gpu.log").read_text()
     result = json.loads((tmp_path / "gpu.json").read_text())
     assert result["held"] and result["not_run"] == ["ranks"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forks import run_python
 
 FAKE = Path(__file__).parent / "fake"
 CONFIG = """
@@ -52,15 +52,8 @@ def train(directory: Path, faults: list[str], *overrides: str, launcher: tuple[s
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     paths = {"PYTHONPATH": f"{FAKE}:{os.environ.get('PYTHONPATH', '')}", "GLOO_SOCKET_IFNAME": "lo"}
     arguments = [word for override in overrides for word in ("--set", override)]
-    ended = subprocess.run(
-        [sys.executable, *launcher, "-m", "zeromesh.cli", "train", str(file), *arguments],
-        env=inherited | paths | {"OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = (*launcher, "-m", "zeromesh.cli", "train", file, *arguments)
+    ended = run_python(*command, env=inherited | paths | {"OMP_NUM_THREADS": "1"}, cwd=directory)
     return ended.returncode, ended.stdout, ended.stderr
 
 
