@@ -5,18 +5,19 @@ The same comparison with plain training as on the host, under the same delays: h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 
 import zeromesh as zm
-from tests.dist.engine.delays import delays
+from tests.dist.engine.delays import delays, without_order_of_lanes, without_wait
 from tests.dist.engine.reference import Case, Unequal, backward, check, mesh_of, sharded
-from tests.dist.engine.test_delays import FAULTS, STRATEGIES
+from tests.dist.engine.test_delays import STRATEGIES
 from tests.dist.pool import Pool, on_ranks
 from tests.gpu.conftest import TIMEOUT_S
 from tests.pure.strategy.mixes import mixes, notation
@@ -94,8 +95,12 @@ def without_start_of_streams() -> Iterator[None]:
         yield
 
 
-ON_STREAMS = FAULTS | {
-    "the computation, before a lane reads its results": ("node=3,cluster=1", without_start_of_streams)
+ON_STREAMS: dict[str, tuple[str, Callable[[], AbstractContextManager[None]]]] = {
+    "a gather, before its parameters are used": ("node=3,cluster=1", partial(without_wait, "ticket")),
+    "a reduction, before its slot is filled again": ("node=3,cluster=3", partial(without_wait, "taking")),
+    "a reduction, before its sums are read": ("node=3,cluster=1", partial(without_wait, "reducing")),
+    "the lane before, on its way to the next": ("node=3,cluster=1", without_order_of_lanes),
+    "the computation, before a lane reads its results": ("node=3,cluster=1", without_start_of_streams),
 }
 
 

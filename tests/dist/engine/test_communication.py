@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -38,10 +37,9 @@ def test_the_presets_are_all_there():
     assert len(LOSSLESS) == 18
 
 
-@pytest.mark.parametrize("strategies", [LOSSLESS[::2], LOSSLESS[1::2]], ids=str)
 @on_ranks(4)
-def test_calls_order_and_bytes_of_every_preset(strategies):
-    for strategy in strategies:
+def test_calls_order_and_bytes_of_every_second_preset():
+    for strategy in LOSSLESS[::2]:
         require_scheduled(*observe(strategy, Case(precision="fp32"), 2, 2))
 
 
@@ -51,11 +49,10 @@ def test_calls_order_and_bytes_on_an_odd_mesh():
         require_scheduled(*observe(strategy, Case(world=6), 3, 2))
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
 @on_ranks(4)
-def test_copies_to_and_from_the_host(micro_batches):
+def test_copies_to_and_from_the_host():
     """The formulas, for N elements of each rank's padded buffers: fp32 gradients, parameters of `width` bytes."""
-    for precision, width in (("fp32", 4), ("bf16-wire", 2)):
+    for micro_batches, precision, width in ((1, "fp32", 4), (3, "bf16-wire", 2)):
         case = Case(precision=precision, micro_batches=micro_batches)
         for host, mix, of_grads, of_states in HOSTED:
             with sharded(f"host={host},{mix}", case, mesh_of(2, 2)) as (model, optimizer):

@@ -34,10 +34,10 @@ def native() -> Iterator[None]:
 
 CASES = {
     Case(optimizer="both", debug=True, weighted=True): (
-        *(EACH[::2] + EACH_KEPT),
+        *(EACH[::2] + EACH_KEPT[:1]),
         *(f"node={stage},cluster={stage};collective=ho_ring" for stage in "30"),
     ),
-    Case(precision="bf16-wire", steps=1): ("node=3,cluster=0", "node=2,cluster=1", "node=0,cluster=0"),
+    Case(precision="bf16-wire", steps=1): ("node=3,cluster=0", "node=2,cluster=1"),
     Case(precision="bf16", steps=1): ("node=3,cluster=0",),
 }
 

@@ -25,14 +25,14 @@ EACH_KEPT = ("node=3k,cluster=3dk", "node=3,cluster=3k")
 """Each stage once on each axis, for properties that depend on one axis and its stage only."""
 
 HOSTED = [
-    f"host={host},{mix.replace('k', 'h') if at % 2 else mix}"
+    f"host={host},{mix.replace('k', 'h') if at % 4 else mix}"
     for at, (host, mix) in enumerate(product(("1", "2", "3", "3d"), (*EACH, *EACH_KEPT)))
-]
-"""Each stage of the host over each of these, with kept copies there too in every second one."""
+][::2]
+"""Each stage of the host over every second of these, with kept copies there too in every second one."""
 
 BOTH = Case(optimizer="both")
 CASES = (
-    BOTH,
+    replace(BOTH, micro_batches=1),
     replace(BOTH, micro_batches=3, weighted=True),
     replace(BOTH, evaluate=True, bucket_bytes=600, debug=True),
     replace(BOTH, every_last=True),
@@ -62,7 +62,7 @@ def test_shards_in_the_host_s_memory(turn):
         check(strategy, CASES[turn], 2, 2)
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(
     host=st.sampled_from(["0", "1", "2", "3", "3d"]),
     strategy=st.sampled_from([mix.replace("k", "h") for mix in TWO + TWO_KEPT]),
@@ -150,9 +150,13 @@ def test_keeping_changes_no_bit(precision):
 @on_ranks(4)
 def test_the_place_of_shards_changes_no_bit():
     case = Case(optimizer="both", precision="fp32", micro_batches=1)
-    for mix in ("node=3,cluster=1", "node=1,cluster=0", "node=3,cluster=3h"):
+    for mix, hosts in {
+        "node=3,cluster=1": ("1", "3d"),
+        "node=1,cluster=0": ("2",),
+        "node=3,cluster=3h": ("3",),
+    }.items():
         expected = trained(mix, case, 2, 2)
-        for host in ("1", "2", "3", "3d"):
+        for host in hosts:
             require_same(host, trained(f"host={host},{mix}", case, 2, 2), expected)
 
 

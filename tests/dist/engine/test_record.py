@@ -33,7 +33,8 @@ Call = tuple[str, str | None, int, str | None, float]
 
 BF16 = Case(precision="bf16-wire")
 CASES = dict.fromkeys(
-    [*LOSSLESS[::3], "host=2,node=1,cluster=1", "node=3,cluster=3k;prefetch=3"], Case(precision="fp32", micro_batches=1)
+    [*LOSSLESS[1::6], "host=2,node=1,cluster=1", "node=3,cluster=3k;prefetch=3"],
+    Case(precision="fp32", micro_batches=1),
 ) | {
     "node=3,cluster=1": BF16,  # there an all-reduce is two exchanges, and one event
     "node=3,cluster=1;overlap=none": BF16,
@@ -105,10 +106,9 @@ def computed(trace: Trace) -> set[tuple[str, str | None, int]]:
     return {(e.name, e.unit, e.micro_batch) for e in trace.events if e.kind == "compute"}
 
 
-@pytest.mark.parametrize("third", range(3))
 @on_ranks(4)
-def test_the_same_events(third):
-    for strategy, case in [*CASES.items()][third::3]:
+def test_the_same_events():
+    for strategy, case in CASES.items():
         found, schedule = measured(strategy, case, 2, 2)
         expected = predicted(schedule, case.micro_batches)
         assert lanes(found) == lanes(expected), strategy

@@ -5,4 +5,5 @@ from __future__ import annotations
 from tests.dist import pool
 
 pool.PRELOAD += ["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate", "peft", "lightning"]
-pool.PRELOAD += ["trl.trainer.sft_trainer", "trl.trainer.dpo_trainer"]
+pool.PRELOAD += ["trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "torch._inductor.compile_fx"]
+pool.PRELOAD += ["torch._inductor.lowering", "networkx", "tensorboard.summary.writer"]

@@ -63,7 +63,7 @@ def test_what_a_shorter_or_longer_step_may_take(planned: Planned) -> None:
     assert len(wider.best.candidate.strategy.axes) == 2
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(
     sizes=st.sampled_from([(4,), (4, 2), (4, 4)]),
     memory_bytes=st.sampled_from([2.05e9, 2.6e9, 8e9]),
@@ -142,10 +142,14 @@ def asked(cluster: str, world: int) -> tuple[ModelSpec, Cluster, Workload]:
     return model, find_cluster(cluster).take(world), Workload(seq_len=1024, global_batch_tokens=1024 * world * 2)
 
 
-@pytest.mark.parametrize("engine", sorted(EMITTERS))
 @pytest.mark.parametrize(
-    ("cluster", "world"),
-    [("h100-8x-ndr", 1), ("h100-8x-ndr", 64), ("h100-8x-ndr", 16384), ("frontier-mi250x", 1024)],
+    ("engine", "cluster", "world"),
+    [
+        ("deepspeed", "h100-8x-ndr", 64),
+        ("fsdp2", "h100-8x-ndr", 16384),
+        ("megatron-fsdp", "frontier-mi250x", 1024),
+        ("torchtitan", "h100-8x-ndr", 1),
+    ],
 )
 def test_every_engine_gets_the_fastest_plan_that_it_can_express(engine: str, cluster: str, world: int) -> None:
     model, hardware, work = asked(cluster, world)
