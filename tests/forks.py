@@ -20,7 +20,6 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
@@ -138,8 +137,9 @@ def _run(words: Sequence[str]) -> None:
     sys.argv = [kind, *rest]
     if kind == "-m":
         sys.argv = rest
-        with suppress(KeyError):
-            del sys.modules[rest[0]]  # of this process; runpy warns of it
+        for name in (rest[0], f"{rest[0]}.__main__"):  # of this process; runpy warns of it
+            if not hasattr(sys.modules.get(name), "__path__"):
+                sys.modules.pop(name, None)
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif kind == "-c":
         sys.argv = ["-c", *rest[1:]]

@@ -25,12 +25,9 @@ TREE = "2@1gbit,2@1gbit,1"
 """Both axes are links, and what crosses the outer ones crosses the inner ones too."""
 
 STRATEGIES = [
-    "node=0,cluster=0",
     "node=0,cluster=0@/int8",
     "node=1,cluster=2;overlap=none",
-    "node=2,cluster=1@int8/int4",
     "node=3,cluster=3;collective=ho_ring",
-    "node=3,cluster=3d",
     "node=3@bf16,cluster=1@bf16",
     "node=3@int8/int4,cluster=3k@int8/int4",
     "node=1@/int8,cluster=3dk@int8/int4+ef",

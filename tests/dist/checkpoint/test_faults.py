@@ -40,8 +40,7 @@ def rank_main(rank: int, directory: Path, victim: int, number: int) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(directory / "store"), WORLD)  # type: ignore[attr-defined]
-    timeout = timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     model, optimizer = make((("cluster", 1), ("node", WORLD)), "node=3,cluster=0")
     train(model, optimizer, 1)
     checkpoints = Checkpoints(directory / "checkpoints", model, optimizer)
@@ -55,6 +54,8 @@ def rank_main(rank: int, directory: Path, victim: int, number: int) -> None:
             time.sleep(TIMEOUT_S * 20)  # the signal stops this thread when the kernel gets round to it
 
         saver.write_file = write_file  # type: ignore[assignment]
+    for group in dist.distributed_c10d._world.pg_map:  # after what all ranks come to
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), group)
     checkpoints.save(2)
     start = time.monotonic()
     try:

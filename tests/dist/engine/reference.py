@@ -400,7 +400,7 @@ def check(strategy: str, case: Case, *shape: int, before_step: Callable[[], None
                 comparison.stepped(optimizer, record, norm)
         if case.precision == "fp64":
             comparison.states(optimizer, expected.states)
-            if case.device == "cpu":  # elsewhere the reads of a device are counted
+            if case.device == "cpu" and case.debug:  # in one case of five: it costs as much as a step
                 comparison.whole(zm.full_state_dict(model), expected.state)
         comparison.padding()
         comparison.finish(strategy, optimizer)

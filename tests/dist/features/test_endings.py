@@ -144,8 +144,8 @@ def test_a_model_that_is_dropped_in_a_step():
 ENDED = {"end": 0, "destroyed": 0, "exception": 1, "interrupt": -signal.SIGINT, "exit": 3, "fork": 0}
 """The code that a process ends with."""
 
-EVERYWHERE = ("end", "exception")
-"""The others at one moment each: they leave the step as `end` or `exception` does, and `fork` goes on."""
+EVERYWHERE = ("exception",)
+"""The others at one moment each: they leave the step as it does, and `fork` goes on."""
 
 PROCESS_STAGES = ("node=1", "node=3")
 PROCESS_MOMENTS = ("backward", "between", "after")

@@ -67,9 +67,9 @@ def layers(of: str, number: int = 3) -> list[str]:
 
 ENDS = ["lm_head", "model.embed_tokens"]
 KINDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
-    "llama": ([*ENDS, *layers("model.layers")], ("node=3,cluster=1", "node=3d,cluster=3")),
-    "qwen2": (layers("model.layers"), ("node=3,cluster=3", "node=2,cluster=3k")),
-    "mixtral": ([*ENDS, *layers("model.layers")], ("node=3,cluster=3k", "node=0,cluster=1")),
+    "llama": ([*ENDS, *layers("model.layers")], ("node=3d,cluster=3",)),
+    "qwen2": (layers("model.layers"), ("node=2,cluster=3k",)),
+    "mixtral": ([*ENDS, *layers("model.layers")], ("node=0,cluster=1",)),
     "gpt2": (layers("transformer.h"), ("node=3d,cluster=1",)),
     "t5": ([*layers("decoder.block", 2), *layers("encoder.block", 2)], ("node=3,cluster=1",)),
     "vit": (["vit.embeddings", *layers("vit.layers")], ("node=3,cluster=3",)),

@@ -435,8 +435,8 @@ def test_a_rank_that_never_comes_is_named():
     control.WAIT_S = 0.5
     group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cluster", "node"))
     model = zm.shard(net(), group, "node=3,cluster=1")
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     model[0].weight.sum()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))  # after what all ranks come to
     if dist.get_rank() == 1:
         time.sleep(3.0)
         return

@@ -107,7 +107,7 @@ def test_an_adapter_as_reference_is_refused_before_training(tmp_path):
 @pytest.mark.parametrize(("method", "kind"), [("sft", "llama"), ("dpo", "llama"), ("dpo", "lora")])
 def test_losses_are_those_of_plain_training(pool: Pool, method, kind, tmp_path):
     expected = pool.run(4, compared, method, kind, tmp_path)[0]
-    if (method, kind) != ("dpo", "llama"):
+    if kind == "lora":
         pool.run(2, resumed, method, kind, tmp_path, expected)
 
 

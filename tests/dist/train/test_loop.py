@@ -115,8 +115,8 @@ def test_every_mesh_and_strategy_learns_the_same(
 
 def test_loss_falls_clearly_in_bf16(pool: Pool, directory: Path) -> None:
     dtypes = {"dtypes__param": "bf16", "dtypes__reduce": "bf16", "dtypes__grad": "fp32", "dtypes__master": "fp32"}
-    steps = steps_of(pool, config(directory, TWO_BY_TWO, "node=3,cluster=1", run__steps=30, eval__every=0, **dtypes))
-    assert steps[-1]["loss"] < 0.6 * steps[0]["loss"]
+    steps = steps_of(pool, config(directory, TWO_BY_TWO, "node=3,cluster=1", run__steps=12, eval__every=0, **dtypes))
+    assert steps[-1]["loss"] < 0.6 * steps[0]["loss"], steps
 
 
 _RECOMPUTED = {"node=3,cluster=1 | *.mlp: node=0,cluster=3": "full", "node=3,cluster=3k": "selective"}

@@ -32,8 +32,7 @@ _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 def configs() -> dict[str, Any]:
     return {
         "llama": transformers.LlamaConfig(**_LLAMA),
-        "llama tied": transformers.LlamaConfig(**_LLAMA, tie_word_embeddings=True),
-        "llama biases": transformers.LlamaConfig(**_LLAMA, attention_bias=True, mlp_bias=True),
+        "llama tied": transformers.LlamaConfig(**_LLAMA, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
         "qwen2": transformers.Qwen2Config(**_LLAMA),
         "gpt2": transformers.GPT2Config(**_GPT2, **_NO_DROPOUT, bos_token_id=0, eos_token_id=0),
         "gpt2 dropout": transformers.GPT2Config(**_GPT2, bos_token_id=0, eos_token_id=0),

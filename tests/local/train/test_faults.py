@@ -70,8 +70,8 @@ def require_gone_on(directory: Path, output: str) -> None:
 
 def test_a_stopped_rank_is_named_the_run_restarted_and_saved_when_preempted(directory: Path) -> None:
     """In step 5 the checkpoint of step 2 is complete; that of step 4 may be. The restarted run ends after two steps."""
-    code, output, errors = train(directory, ["stop 1 0 5", "preempt 0 1 2"], "run.timeout_s=3")
-    assert "Missing: rank 1, which did not answer" in errors and "timeout 3 s" in errors, errors
+    code, output, errors = train(directory, ["stop 1 0 5", "preempt 0 1 2"], "run.timeout_s=5")
+    assert "Missing: rank 1, which did not answer" in errors and "timeout 5 s" in errors, errors
     assert "zeromesh: restart 1 of 1" in errors and "Traceback" not in errors
     require_gone_on(directory, output)
     assert code == 75, errors

@@ -69,7 +69,7 @@ def compared(
             yield bound_s[row], memory[row], simulate(bounds.model, bounds.cluster, strategy, work, engine=engine)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_bounds_lie_below_the_simulation(data: st.DataObject) -> None:
     model = MODELS[data.draw(st.sampled_from(sorted(MODELS)))]

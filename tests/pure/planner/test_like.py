@@ -89,7 +89,6 @@ def test_what_a_run_has_written_is_read(tmp_path: Path):
 @pytest.mark.parametrize(
     "command",
     [
-        ("plan", "--activation-checkpointing", "none"),
         ("plan", "--like-strategy", "node=3,cluster=1"),
         ("simulate", "--strategy", "node=3,cluster=1"),
     ],
