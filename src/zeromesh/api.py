@@ -83,7 +83,7 @@ def with_dtypes(workload: Workload, model: nn.Module, options: Mapping[str, Any]
         sizes[parameter.dtype] += parameter.numel()
     own = next((dtype for dtype, _ in sizes.most_common() if dtype in DTYPE_NAMES), DTYPES["fp32"])
     precision = replace(precision_of(options, workload), param=precision_of(options, None).param)
-    buffer = precision.buffer(own, 1, trainable=True)
+    buffer = precision.buffer(1, own, trainable=True)
     assert buffer.master_dtype is not None  # it is trained
     return replace(
         workload,

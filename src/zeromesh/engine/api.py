@@ -77,7 +77,8 @@ def shard(
         require_whole_buffers(model)
         precision = precision_of(options.dtypes, strategy)
         layouts = resolve(mesh, strategy, parts)
-        found = find_units(model, options.units, options.resident, precision, list(layouts)[1:])
+        shares = {part: layout.strategy.percent for part, layout in layouts.items() if layout.strategy.percent < 100}
+        found = find_units(model, options.units, options.resident, precision, list(layouts)[1:], shares)
         require_known_buffers(model, layouts)
         if all(layout.degree(layout.param_axes) == 1 for layout in layouts.values()):
             found = join_modules(found, precision, options.bucket_bytes)

@@ -254,8 +254,8 @@ def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precisio
     sharded = set()
     for unit in modules:
         lines.append(f"{unit.role.name.lower()} unit {unit.name!r} of {len(unit.names)} module(s)")
-        for (_, trainable, part), infos in unit.groups.items():
-            kind = ("trained" if trainable else "frozen") + f" as part {part}" * bool(part)
+        for (_, trainable, part, on_device), infos in unit.groups.items():
+            kind = ("trained" if trainable else "frozen") + f" as part {part}" * bool(part) + " here" * on_device
             for info in infos:
                 sharded.add(info.param)
                 names = " = ".join(info.names)

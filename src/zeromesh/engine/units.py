@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from zeromesh.errors import ModelError, nearest
 from zeromesh.modules import UnitClasses, clean_name, find_blocks, find_edges, unwrapped
 from zeromesh.pieces.region import Region
 from zeromesh.schedule import FlatBuffer, Role, Unit, joined_name, neighbours
+from zeromesh.schedule.unit import HostShare
 
 DTYPES = modules.DTYPES | modules.FROZEN_DTYPES
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -46,7 +48,9 @@ class Precision:
         """The dtype in a forward of parameters that had `dtype` before sharding."""
         return dtype if self.param is None or dtype not in modules.DTYPE_NAMES else self.param
 
-    def buffer(self, dtype: torch.dtype, numel: int, trainable: bool, part: str = "") -> FlatBuffer:
+    def buffer(
+        self, numel: int, dtype: torch.dtype, trainable: bool, part: str = "", on_device: bool = False
+    ) -> FlatBuffer:
         """The flat buffer of `numel` elements whose parameters had `dtype` before sharding, of a part of the model."""
         compute = self.computed(dtype)
         wide = torch.float64 in (dtype, compute)
@@ -58,6 +62,7 @@ class Precision:
             grad_dtype=_NAMES[grad],
             reduce_dtype=_NAMES[self.reduce or compute],
             part=part,
+            on_device=on_device,
         )
 
 
@@ -110,13 +115,14 @@ class ModuleUnit:
         names: of its modules, without wrappers' parts; one, unless units were joined; "" for the root.
         modules: where hooks go: the outermost wrapper of each.
         role: how long its gathered parameters live.
-        groups: its parameters, by (dtype, trainable, part), each the content of one flat buffer, in order.
+        groups: its parameters, by (dtype, trainable, part, whether the stage of the host is not for them), each the
+            content of one flat buffer, in order.
     """
 
     names: list[str]
     modules: list[nn.Module]
     role: Role
-    groups: dict[tuple[torch.dtype, bool, str], list[ParamInfo]] = field(default_factory=dict)
+    groups: dict[tuple[torch.dtype, bool, str, bool], list[ParamInfo]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -132,8 +138,7 @@ class ModuleUnit:
     def describe(self, precision: Precision) -> Unit:
         """The unit as the schedule sees it."""
         buffers = tuple(  # parameters without elements have a buffer too, and buffers have elements
-            precision.buffer(dtype, max(1, sum(info.most for info in infos)), trainable, part)
-            for (dtype, trainable, part), infos in self.groups.items()
+            precision.buffer(max(1, sum(info.most for info in infos)), *kind) for kind, infos in self.groups.items()
         )
         return Unit(name=self.name, role=self.role, buffers=buffers)
 
@@ -144,6 +149,7 @@ def find_units(
     resident: Sequence[str] = (),
     precision: Precision = Precision(),  # frozen
     parts: Iterable[str] = (),
+    shares: Mapping[str, int] = MappingProxyType({}),
 ) -> list[ModuleUnit]:
     """Cuts `model` into units, root first, then in order of registration.
 
@@ -155,6 +161,7 @@ def find_units(
         resident: qualified names of units that get a gather slot of their own.
         precision: parameters that are alike under it share a flat buffer.
         parts: names of those that have layouts of their own.
+        shares: by part, the model's under "", of which share of the tensors the host takes its stage, in percent.
 
     Raises:
         ModelError: a class or name is not in the model, or a parameter in two parts.
@@ -171,7 +178,7 @@ def find_units(
         own_slot = nested or module in edges or names[module] in resident
         role = Role.RESIDENT if own_slot else Role.BLOCK
         units[module] = ModuleUnit(names=[names[module]], modules=[_outermost(model, module)], role=role)
-    _assign(model, units, precision, parts_by_module(model, parts) if parts else {})
+    _assign(model, units, precision, parts_by_module(model, parts) if parts else {}, shares)
     return [unit for unit in units.values() if unit.groups or unit is units[model]]
 
 
@@ -189,7 +196,7 @@ def spreads_of(units: Sequence[ModuleUnit]) -> dict[str, list[tuple[str, Spread 
     """By part: how its parameters lie, with their names."""
     found: dict[str, list[tuple[str, Spread | None]]] = {}
     for unit in units:
-        for (_, _, part), infos in unit.groups.items():
+        for (_, _, part, _), infos in unit.groups.items():
             found.setdefault(part, []).extend((info.name, info.spread) for info in infos)
     return found
 
@@ -199,7 +206,7 @@ def repeated_over(units: Sequence[ModuleUnit], beyond: Mapping[str, Sequence[dis
     return {
         part: info.name
         for unit in units
-        for (_, _, part), infos in unit.groups.items()
+        for (_, _, part, _), infos in unit.groups.items()
         for info in infos
         if not all(map(info.divided, beyond.get(part, beyond[""])))
     }
@@ -253,7 +260,11 @@ def _check_resident(resident: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _assign(
-    model: nn.Module, units: dict[nn.Module, ModuleUnit], precision: Precision, parts: Mapping[str, set[str]]
+    model: nn.Module,
+    units: dict[nn.Module, ModuleUnit],
+    precision: Precision,
+    parts: Mapping[str, set[str]],
+    shares: Mapping[str, int],
 ) -> None:
     """Gives each parameter to the innermost unit that holds it; one that is tied across units goes to the root."""
     homes: dict[nn.Parameter, list[tuple[nn.Module, str, nn.Module, str]]] = {}
@@ -275,12 +286,27 @@ def _assign(
             rewritten=rewritten,
             spread=spread_of(param, places[0][3]),
         )
-        kind = precision.alike(param.dtype), param.requires_grad, part_of(info.names, parts)
+        kind = precision.alike(param.dtype), param.requires_grad, part_of(info.names, parts), False
         units[home].groups.setdefault(kind, []).append(info)
+    for part, percent in shares.items():
+        _keep_on_device(list(units.values()), part, percent)
     for unit in units.values():
         for infos in unit.groups.values():
             # Odd sizes last, so that all others stay aligned for vector loads and matrix units, in two bytes too.
             infos.sort(key=lambda info: info.most % 8 != 0)
+
+
+def _keep_on_device(units: Sequence[ModuleUnit], part: str, percent: int) -> None:
+    """Moves parameters of a part that are not of the host's share to groups of their own."""
+    own = [(unit, kind) for unit in units for kind in unit.groups if kind[2] == part]
+    trained = sum(info.most for unit, kind in own for info in unit.groups[kind] if kind[1])
+    share = HostShare(percent, trained)
+    for unit, kind in own:
+        infos = unit.groups.pop(kind)
+        stays = [share.stays(info.most * kind[1]) for info in infos]
+        for on_device in dict.fromkeys(stays):
+            moved = [info for info, each in zip(infos, stays, strict=True) if each == on_device]
+            unit.groups[(*kind[:3], on_device)] = moved
 
 
 def _walk(

@@ -94,7 +94,8 @@ def choices(evaluator: Evaluator, strategy: Strategy, parallel: Parallel = WHOLE
     """
     world, axes = evaluator.division(parallel).cluster.world, evaluator.division(parallel).cluster.axes
     layout = Layout.of(strategy.with_parts({}), axes)
-    of_strategy = _wires(layout), strategy.collective, parallel, strategy.host
+    host = strategy.host if strategy.percent == 100 else Stage.ZERO
+    of_strategy = _wires(layout), strategy.collective, parallel, host
     block, (bounds, of_memory) = _one_row(layout), evaluator.bounds(*of_strategy)
     time, optimizer_s = bounds.time(block), bounds.optimizer_s(block)
     static, of_activations = evaluator.static_bytes(strategy, parallel), 1 + evaluator.constants.allocator_share

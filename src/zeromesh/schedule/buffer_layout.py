@@ -41,7 +41,7 @@ from types import MappingProxyType
 
 from zeromesh.schedule.transfer import HOST_AXIS, Copying, LaneKind, Operation, Transfer, lane_axes, wire_bytes
 from zeromesh.schedule.unit import FROZEN_BYTES, ITEM_BYTES, FlatBuffer, Role, Unit
-from zeromesh.strategy import Axis, Layout
+from zeromesh.strategy import Axis, Layout, Stage
 from zeromesh.wires import coded
 
 ALIGN_BYTES = 64
@@ -190,7 +190,7 @@ class BufferLayout:
 
     def _with_copies(self) -> BufferLayout:
         """[Note: Host]."""
-        layout, buffer, host, on_host = self.layout, self.buffer, self.layout.strategy.host, self.on_host_kinds
+        layout, buffer, host, on_host = self.layout, self.buffer, self.host, self.on_host_kinds
         params, states = self.numel(layout.param_axes), self.numel(layout.significant)
         routes, from_kept = dict(self.routes), self.from_kept
         if "params" in on_host:
@@ -281,11 +281,16 @@ class BufferLayout:
         return made if alone and sent == [made] and ITEM_BYTES[made] < ITEM_BYTES[held] else held
 
     @property
+    def host(self) -> Stage:
+        """The host's."""
+        return _host(self.layout, self.buffer)
+
+    @property
     def master_in_params(self) -> bool:
         """Whether the optimizer's copy is this rank's part of the compute copy: same dtype, and a refresh brings the
         others the same values. Through a wire with less precision all ranks compute with its rounded values, this one
         too."""
-        param, host = self.buffer.param_dtype, self.layout.strategy.host
+        param, host = self.buffer.param_dtype, self.host
         if self.buffer.master_dtype != param or host.shards_states != host.shards_params:
             return False
         return all(step.wire == param for step in self.routes["refresh"].steps)
@@ -315,7 +320,7 @@ class BufferLayout:
     @property
     def sizes(self) -> Persistent:
         """Wherever they lie."""
-        layout, buffer, host = self.layout, self.buffer, self.layout.strategy.host
+        layout, buffer, host = self.layout, self.buffer, self.host
         master = grads = kept = shown = cast = 0
         if buffer.master_dtype is not None:
             grads = self.numel(layout.grad_axes) * ITEM_BYTES[buffer.grad_dtype]
@@ -368,7 +373,7 @@ def slot_bytes(numel: int, dtype: str) -> int:
 
 
 def _on_host_kinds(layout: Layout, buffer: FlatBuffer, kept: Axis | None) -> AbstractSet[str]:
-    host, trainable = layout.strategy.host, buffer.trainable
+    host, trainable = _host(layout, buffer), buffer.trainable
     found = {
         "params": host.shards_params,
         "grads": host.shards_grads and trainable,
@@ -376,6 +381,10 @@ def _on_host_kinds(layout: Layout, buffer: FlatBuffer, kept: Axis | None) -> Abs
         "kept": kept is not None and kept.stage.hosted,
     }
     return frozenset(kind for kind, there in found.items() if there)
+
+
+def _host(layout: Layout, buffer: FlatBuffer) -> Stage:
+    return Stage.ZERO if buffer.on_device else layout.strategy.host
 
 
 def _copy(operation: Copying, numel: int, dtype: str) -> Transfer:

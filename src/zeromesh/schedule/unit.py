@@ -53,6 +53,7 @@ class FlatBuffer:
         grad_dtype: of the accumulated gradient shard.
         reduce_dtype: of gradients on the wire unless an axis says otherwise.
         part: of the model that its parameters belong to, which has a layout of its own; "" for all that no part has.
+        on_device: its tensors are not of the share that the host's stage is for.
     """
 
     numel: int
@@ -61,6 +62,7 @@ class FlatBuffer:
     grad_dtype: str = "fp32"
     reduce_dtype: str = "fp32"
     part: str = ""
+    on_device: bool = False
 
     def __post_init__(self) -> None:
         for dtype in (self.param_dtype, self.master_dtype or "fp32", self.grad_dtype, self.reduce_dtype):
@@ -74,6 +76,24 @@ class FlatBuffer:
         return self.master_dtype is not None
 
 
+class HostShare:
+    """Tells which tensors of a model, or a part, the stage of the host is for: the last ones, until their trained
+    elements are the share.
+
+    Args:
+        percent: the share.
+        trained: elements of all trained tensors.
+    """
+
+    def __init__(self, percent: int, trained: int) -> None:
+        self._left = (100 - percent) * trained
+
+    def stays(self, trained: int) -> bool:
+        """Whether the next tensor, in the order of units, with so many trained elements, stays on the device."""
+        self._left -= 100 * trained
+        return self._left >= 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """A group of modules gathered together.
@@ -81,7 +101,7 @@ class Unit:
     Args:
         name: the module's qualified name; "" for the root.
         role: how long its gathered parameters live.
-        buffers: its flat buffers, at most one for each (dtype, trainable or frozen, part).
+        buffers: its flat buffers, at most one for each (dtype, trainable or frozen, part, place).
     """
 
     name: str

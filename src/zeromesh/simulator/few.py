@@ -69,7 +69,8 @@ def _row(setup: Setup) -> range:
     row = range(blocks[0], blocks[-1] + 1) if blocks else range(0)
     equal = len({id(setup.specs[index][0]) for index in row}) == 1
     joined = any(len(setup.specs[index]) > 1 for index in row)
-    return row if equal and not joined and not setup.owned and not setup.strategy.parts else range(0)
+    alike = not (joined or setup.owned or setup.strategy.parts) and setup.strategy.percent == 100
+    return row if equal and alike else range(0)
 
 
 def _with_blocks(part: Part, count: int) -> Part:

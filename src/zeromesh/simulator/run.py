@@ -180,7 +180,8 @@ class Setup:
         layouts = layouts_of(mechanics.carried_out(asked), cluster.axes, {})
         whole = all(layout.degree(layout.param_axes) == 1 for layout in layouts.values())
         layout = layouts.pop("")
-        units, specs = schedule_units(model, workload, mechanics.bucket_bytes if whole else 0, tuple(layouts))
+        shares = {"": asked.percent} if asked.percent < 100 else {}
+        units, specs = schedule_units(model, workload, mechanics.bucket_bytes if whole else 0, tuple(layouts), shares)
         dtype = cluster.device.compute_dtype(workload.param_dtype)
         compute = ComputeModel(device=cluster.device, constants=constants, dtype=dtype)
         messages = cluster.messages if mechanics.workspace else None
@@ -338,11 +339,16 @@ class Setup:
 def _require_on_device(strategy: Strategy, mechanics: Mechanics, workload: FixedWorkload) -> None:
     """Raises NotationError for shards on the host beside others that keep none there."""
     named = [*without_host(workload, mechanics), *(["a pipeline"] if workload.parallel.pp > 1 else [])]
+    named += ["parts, for a share of the tensors"] if _shares(strategy) and strategy.parts else []
     if strategy.hosted and named:
         raise NotationError(
             f"{strategy} keeps shards in the host's memory, which is not predicted for {' and '.join(named)}: leave "
             f"{HOST}= and h out"
         )
+
+
+def _shares(strategy: Strategy) -> bool:
+    return any(each.percent < 100 for each in (strategy, *dict(strategy.parts).values()))
 
 
 def without_host(workload: FixedWorkload, mechanics: Mechanics) -> list[str]:

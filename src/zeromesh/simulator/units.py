@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from zeromesh.errors import NotationError
 from zeromesh.model import ModelSpec, UnitKind, UnitSpec
 from zeromesh.schedule import FlatBuffer, Role, Unit, join_units
+from zeromesh.schedule.unit import HostShare
 from zeromesh.simulator.division import EXPERTS, NOTHING
 from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy.parts import modules_around, part_around, require_known
 
 
 def schedule_units(
-    model: ModelSpec, workload: FixedWorkload, bucket_bytes: int = 0, parts: Sequence[str] = ()
+    model: ModelSpec,
+    workload: FixedWorkload,
+    bucket_bytes: int = 0,
+    parts: Sequence[str] = (),
+    shares: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[tuple[Unit, ...], tuple[tuple[UnitSpec, ...], ...]]:
     """The units that the engine would cut `model` into, root first, each with the description of what it holds: one
     unit of the model, or several neighbours, joined up to `bucket_bytes`. The root is there also where it holds
@@ -25,13 +31,14 @@ def schedule_units(
         workload: its dtypes.
         bucket_bytes: 0 joins nothing.
         parts: names of those that have layouts of their own.
+        shares: by part, the model's under "", of which share of the tensors the host takes its stage, in percent.
 
     Raises:
         NotationError: nothing belongs to a part, or it is a class, which a description of tensors does not know.
         ModelError: a tensor would be in two.
     """
     _require_known(model, parts)
-    pairs = sorted(_pairs(model, workload, parts), key=lambda pair: pair[1].kind is not UnitKind.ROOT)
+    pairs = list(_pairs(model, workload, parts, shares))
     if pairs[0][1].kind is not UnitKind.ROOT:
         pairs.insert(0, (Unit(name="", role=Role.RESIDENT, buffers=()), NOTHING))
     units, specs = [unit for unit, _ in pairs], [spec for _, spec in pairs]
@@ -56,22 +63,29 @@ def _names(spec: UnitSpec) -> list[str]:
     return [f"{spec.name.removesuffix('.0')}.{index}" for index in range(spec.count)] if spec.count > 1 else [spec.name]
 
 
-def _pairs(model: ModelSpec, workload: FixedWorkload, parts: Sequence[str]) -> Iterator[tuple[Unit, UnitSpec]]:
-    for spec in model.units:
+def _pairs(
+    model: ModelSpec, workload: FixedWorkload, parts: Sequence[str], shares: Mapping[str, int]
+) -> Iterator[tuple[Unit, UnitSpec]]:
+    trained = sum(spec.count * t.num_elements for spec in model.units for t in spec.tensors if t.trainable)
+    share = HostShare(shares.get("", 100), trained) if shares else None
+    for spec in sorted(model.units, key=lambda spec: spec.kind is not UnitKind.ROOT):
         role = Role.BLOCK if spec.kind is UnitKind.BLOCK else Role.RESIDENT
         buffers = _buffers(spec, workload, {})
         for name in _names(spec):
-            if parts:
+            if parts or share:
                 homes = {t.name: part_around(f"{name}.{t.name}".lstrip("."), parts) for t in spec.tensors}
-                buffers = _buffers(spec, workload, homes)
+                buffers = _buffers(spec, workload, homes, share)
             yield Unit(name=name, role=role, buffers=buffers), spec
 
 
-def _buffers(spec: UnitSpec, workload: FixedWorkload, homes: Mapping[str, str]) -> tuple[FlatBuffer, ...]:
-    sizes: Counter[tuple[str, bool, str]] = Counter()
+def _buffers(
+    spec: UnitSpec, workload: FixedWorkload, homes: Mapping[str, str], share: HostShare | None = None
+) -> tuple[FlatBuffer, ...]:
+    sizes: Counter[tuple[str, bool, str, bool]] = Counter()
     for tensor in spec.tensors:
         part = EXPERTS if tensor.ep > 1 else homes.get(tensor.name, "")
-        sizes[part, tensor.trainable, tensor.dtype or workload.param_dtype] += tensor.num_elements
+        on_device = share is not None and share.stays(tensor.num_elements * tensor.trainable)
+        sizes[part, tensor.trainable, tensor.dtype or workload.param_dtype, on_device] += tensor.num_elements
     return tuple(
         FlatBuffer(
             numel=numel,
@@ -80,6 +94,7 @@ def _buffers(spec: UnitSpec, workload: FixedWorkload, homes: Mapping[str, str]) 
             grad_dtype=workload.grad_dtype,
             reduce_dtype=workload.reduce_dtype or dtype,
             part=part,
+            on_device=on_device,
         )
-        for (part, trainable, dtype), numel in sizes.items()
+        for (part, trainable, dtype, on_device), numel in sizes.items()
     )

@@ -3,8 +3,9 @@
 ::
 
     strategy = mix ("|" part ":" mix)*                   the model's, then those of parts of it
-    mix      = ("host" "=" stage ",")? axis "=" stage wire? ("," axis ...)* (";" option "=" value)*
+    mix      = ("host" share? "=" stage ",")? axis "=" stage wire? ("," axis ...)* (";" option "=" value)*
                                                            innermost axis first
+    share    = "[" percent "%]"                            of the model's tensors, the last ones
     part     = pattern of module names | "<" name of a class ">"
     axis     = name | name "[" size "]" | name "[*]"     a size splits a level; [*] is the rest of it
     stage    = "0" | "1" | "2" | "3" | "3k" | "3d" | "3dk" | "3h" | "3dh"            the host's: none that keeps
@@ -75,8 +76,8 @@ _PART = re.compile(r"<\w+>|[\w.*?\[\]!-]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A ZeRO stage for every mesh axis, innermost axis first, in normal form, and for the host's memory; and those of
-    parts of the model that have their own (`parts`: by name, in the order of names).
+    """A ZeRO stage for every mesh axis, innermost axis first, in normal form, and for the host's memory (or `percent`
+    of the tensors); and those of parts of the model that have their own (`parts`: by name, in the order of names).
 
     Two spellings of one layout are equal, and ``Strategy.parse(str(s)) == s``:
 
@@ -96,13 +97,17 @@ class Strategy:
     overlap: Overlap = "all"
     prefetch: int = 1
     host: Stage = Stage.ZERO
+    percent: int = 100
     parts: tuple[tuple[str, Strategy], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", _normal_form(self.axes))
         object.__setattr__(self, "parts", _parts_in_order(self.parts))
         _check_options(self)
-        _check_host(self.host)
+        _check_host(self.host, self.percent)
+        if self.host is Stage.ZERO or not self.percent:
+            object.__setattr__(self, "host", Stage.ZERO)
+            object.__setattr__(self, "percent", 100)
         _check_mix(self.axes)
 
     @classmethod
@@ -119,9 +124,10 @@ class Strategy:
         own, *parts = text.split("|")
         body, *options = (part.strip() for part in own.split(";"))
         terms = body if "=" in body or not body else preset_axes(body, axes)
-        stages = [_parse_axis(term) for term in terms.split(",")] if body else []
-        host = _host_stage(stages.pop(0)) if stages and stages[0].name == HOST else Stage.ZERO
-        strategy = cls(axes=tuple(stages), host=host)
+        first, *others = terms.split(",") if body else [""]
+        host, percent = _host_stage(first)
+        stages = [_parse_axis(term) for term in (others if host else [first, *others])] if body else []
+        strategy = cls(axes=tuple(stages), host=host or Stage.ZERO, percent=percent)
         parsed = tuple(_parse_part(part, axes) for part in parts)
         return replace(strategy, parts=parsed, **_parse_options(options))  # type: ignore[arg-type]  # checked
 
@@ -147,7 +153,8 @@ class Strategy:
     def __str__(self) -> str:
         changed = [(key, getattr(self, key)) for key, default in _OPTIONS.items() if getattr(self, key) != default]
         parts = "".join(f" | {name}: {strategy}" for name, strategy in self.parts)
-        host = [] if self.host is Stage.ZERO else [f"{HOST}={self.host.value}"]
+        share = f"[{self.percent}%]" if self.percent < 100 else ""
+        host = [] if self.host is Stage.ZERO else [f"{HOST}{share}={self.host.value}"]
         return ",".join([*host, *map(str, self.axes)]) + "".join(f";{key}={value}" for key, value in changed) + parts
 
 
@@ -167,15 +174,26 @@ def _parse_axis(term: str) -> AxisStage:
     )
 
 
-def _host_stage(term: AxisStage) -> Stage:
-    if term.split is not None or term.wire != DEFAULT_WIRE:
+_HOST = re.compile(rf"{HOST}(\[(?P<size>[^\]]*)\])?=(?P<stage>.*)")
+
+
+def _host_stage(term: str) -> tuple[Stage | None, int]:
+    """The host's stage and its share in percent, where the term is its."""
+    match = _HOST.fullmatch(re.sub(r"\s+", "", term))
+    if match is None:
+        return None, 100
+    size = match["size"]
+    if "@" in match["stage"] or not (size is None or re.fullmatch(r"\d{1,3}%", size, re.ASCII)):
         raise NotationError(
-            f"the host takes a stage for all of the model, without sizes and wires, as in {HOST}=1; got {term}"
+            f"the host takes a stage, or one for a share of the tensors, without sizes and wires, as in {HOST}=1 or "
+            f"{HOST}[50%]=1; got {term.strip()}"
         )
-    return term.stage
+    return Stage.parse(match["stage"]), 100 if size is None else int(size[:-1])
 
 
-def _check_host(stage: Stage) -> None:
+def _check_host(stage: Stage, percent: int) -> None:
+    if not 0 <= percent <= 100:
+        raise NotationError(f"the host's share must be 0 to 100 %; got {HOST}[{percent}%]={stage.value}")
     if stage.kept:
         plain = stage.value.rstrip("kh")
         less = "host=1" if stage.deferred else "host=2"
@@ -303,4 +321,6 @@ def _check_mix(axes: Sequence[AxisStage]) -> None:
             )
 
 
-_OPTIONS = {field.name: field.default for field in fields(Strategy) if field.name not in ("axes", "host", "parts")}
+_OPTIONS = {
+    field.name: field.default for field in fields(Strategy) if field.name not in ("axes", "host", "percent", "parts")
+}

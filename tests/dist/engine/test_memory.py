@@ -21,7 +21,12 @@ from zeromesh.errors import ModelError
 from zeromesh.files import available_memory_bytes
 
 SPECIAL = ["node=3,cluster=3k;prefetch=3", "node=1@/fp32,cluster=3@fp32/bf16", "host=1,node=3,cluster=1"]
-HOSTED = ["host=2,node=1,cluster=0", "host=3,node=3,cluster=2", "host=3d,node=3,cluster=3h"]
+HOSTED = [
+    "host=2,node=1,cluster=0",
+    "host[60%]=2,node=3,cluster=1",
+    "host[30%]=3,node=3,cluster=2",
+    "host=3d,node=3,cluster=3h",
+]
 
 
 @pytest.mark.parametrize(

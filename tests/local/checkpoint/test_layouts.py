@@ -43,7 +43,7 @@ def buffer_of(
         ParamInfo(names=(f"p{i}",), param=nn.Parameter(torch.empty(shape, dtype=dtype)), sites=())
         for i, shape in enumerate(shapes)
     ]
-    spec = Precision().buffer(dtype, sum(map(prod, shapes)), trainable)
+    spec = Precision().buffer(sum(map(prod, shapes)), dtype, trainable)
     buffer = FlatShards.allocate(BufferLayout.of(layout, spec), infos, layout.coordinates(rank), torch.device("cpu"))
     buffer.make_optimizer_params((), (), lambda numel, axes: None, {})
     return buffer

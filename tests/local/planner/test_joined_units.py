@@ -182,5 +182,10 @@ def test_the_planners_units_are_the_engines(name: str, bucket_bytes: int) -> Non
     parts = ("*.mlp", "lm_head") if name == "llama" else ("transformer.h.[3-5].mlp", "*.wpe", "*.attn")
     apart = join_modules(find_units(module, precision=precision, parts=parts), precision, bucket_bytes)
     assert list(schedule_units(spec, workload, bucket_bytes, parts)[0]) == [unit.describe(precision) for unit in apart]
+    for percent in 20, 75:
+        shared = join_modules(find_units(module, precision=precision, shares={"": percent}), precision, bucket_bytes)
+        ours = [(unit.name, set(unit.describe(precision).buffers)) for unit in shared]
+        planned = schedule_units(spec, workload, bucket_bytes, shares={"": percent})[0]
+        assert [(unit.name, set(unit.buffers)) for unit in planned] == ours, percent
     with pytest.raises(ModelError, match=r"\.1\.\S+ belongs to the parts \*\.1 and \*\.mlp, and has one layout"):
         schedule_units(spec, workload, bucket_bytes, ("*.1", "*.mlp"))

@@ -128,7 +128,9 @@ def test_the_host_has_a_stage_that_cuts_nothing():
     strategy = parse("host=1, node=3,cluster=3h")
     assert str(strategy) == "host=1,node=3,cluster=3h" and parse(str(strategy)) == strategy
     assert strategy.names == ("node", "cluster") and strategy.host is Stage.ONE
-    assert parse("host=0,node=3") == parse("node=3")
+    assert parse("host=0,node=3") == parse("node=3") == parse("host[0%]=2,node=3")
+    assert parse("host [35%] = 1, node=3").percent == 35 and str(parse("host[35%]=1,node=3")) == "host[35%]=1,node=3"
+    assert parse("host[100%]=3d,node=3") == parse("host=3d,node=3") != parse("host[99%]=3d,node=3")
     with_part = parse("host=1,node=1 | *.experts: host=2,node=3")
     assert dict(with_part.parts)["*.experts"].host is Stage.TWO and parse(str(with_part)) == with_part
     layout, plain = (Layout.of(text, [("node", 4)]) for text in ("host=3,node=3", "node=3"))
@@ -218,7 +220,9 @@ def test_presets_elsewhere(text, axes, expected):
         ("host=3k,node=3", r"write host=2, or host=3$"),
         ("host=3dh,node=3", r"write host=1, or host=3d$"),
         ("node=3,host=1", "the host stands first, as in host=1,node=3"),
-        ("host[2]=1,node=3", r"without sizes and wires, as in host=1; got host\[2\]=1"),
+        ("host[2]=1,node=3", r"without sizes and wires, as in host=1 or host\[50%\]=1; got host\[2\]=1"),
+        ("host[*]=1,node=3", "without sizes and wires"),
+        ("host[101%]=1,node=3", "the host's share must be 0 to 100 %"),
         ("host=1@int8,node=3", "without sizes and wires"),
         ("host=1", "must name a stage for every mesh axis"),
         ("node=3k,cluster=3h", "node=3k keeps its copy on the device and cluster=3h on the host"),
