@@ -60,7 +60,7 @@ def rows_of(cells: list[Cell]) -> list[Row]:
 
 def test_a_probe_finds_the_levels_and_the_rate_of_a_link():
     """All ranks are on one machine: rates tell links apart."""
-    command = [sys.executable, "-m", "zeromesh.cli", "probe", "--rounds", "8", "--seconds", "1.5", "--json"]
+    command = [sys.executable, "-m", "zeromesh.cli", "probe", "--rounds", "8", "--seconds", "1.0", "--json"]
     with Lab("2@1gbit,2") as lab:
         first = lab.run([*command, "--accept-noise"], timeout_s=300, check=True)[0]
     found = from_raw(json.loads(first.stdout), {}, "here")

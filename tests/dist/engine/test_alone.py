@@ -51,7 +51,7 @@ BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 @pytest.mark.parametrize(
     ("strategies", "case", "options"),
     [
-        ((*AXES[1::3], "node=2,cluster=1", "node=3,cluster=3"), CASE, {}),
+        ((AXES[4], "node=2,cluster=1"), CASE, {}),
         (AXES[:1], ONCE, {"param_dtype": FP16}),
         (AXES[2:3], ONCE, {"param_dtype": FP32}),
         (AXES[3:4], ONCE, {"reduce_dtype": FP32}),
@@ -72,7 +72,7 @@ def test_the_same_bits(strategies, case, options):
 
 @on_ranks(4)
 def test_the_same_bits_on_other_backends():
-    for at, strategy in enumerate(AXES[:4]):
+    for at, strategy in enumerate(AXES[:2]):
         with native():
             require_same_bits([strategy + ";collective=ho_ring" * (at % 2)], ONCE, 2, 2)
 

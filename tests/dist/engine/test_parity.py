@@ -17,6 +17,10 @@ from zeromesh.schedule import memory
 
 TWO = [notation(mix) for mix in mixes(2)]
 TWO_KEPT = [notation(mix) for mix in mixes(2, kept=True) if any("k" in stage for stage in mix)]
+KEPT = {base: found for base in TWO if (found := [kept for kept in TWO_KEPT if kept.replace("k", "") == base])}
+"""The kept forms of a mix, by the mix."""
+SAME_BITS = {"fp32": [*KEPT][1::5], "bf16-wire": [*KEPT][::5]}
+"""Mixes whose kept forms give the same bits, by the precision in which that is seen; all others have a case each."""
 THREE = [notation(mix) for mix in mixes(3)]
 THREE_KEPT = [notation(mix) for mix in mixes(3, kept=True) if any("k" in stage for stage in mix)]
 
@@ -39,7 +43,8 @@ CASES = (
     replace(BOTH, every_last=True),
     replace(BOTH, weighted=True, evaluate=True, bucket_bytes=1 << 20),
 )
-TURNS = {strategy: (at + 2 * (at // 7)) % len(CASES) for at, strategy in enumerate(TWO + TWO_KEPT)}
+TRAINED = TWO + [kept for kept in TWO_KEPT if not any(kept.replace("k", "") in same for same in SAME_BITS.values())]
+TURNS = {strategy: (at + 2 * (at // 7)) % len(CASES) for at, strategy in enumerate(TRAINED)}
 """Which case a mix is trained with."""
 
 
@@ -95,7 +100,7 @@ def test_narrow_computation_and_wires(case, strategies):
         check(strategy, case, 2, 2)
 
 
-@settings(max_examples=2)
+@settings(max_examples=1)
 @given(strategy=st.sampled_from(THREE) | st.sampled_from(THREE_KEPT), prefetch=st.sampled_from([0, 2]))
 @on_ranks(12)
 def test_odd_mesh_of_three_axes(strategy, prefetch):
@@ -135,14 +140,10 @@ def test_equal_to_the_bit(first, others):
         require_same(other, trained(other, case, 2, 2), expected)
 
 
-KEPT = {base: [kept for kept in TWO_KEPT if kept.replace("k", "") == base] for base in TWO}
-"""The kept forms of a mix, by the mix."""
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16-wire"])
+@pytest.mark.parametrize("precision", SAME_BITS)
 @on_ranks(4)
 def test_keeping_changes_no_bit(precision):
-    for base in [base for base in KEPT if KEPT[base]][precision == "fp32" :: 5]:
+    for base in SAME_BITS[precision]:
         expected = trained(base, Case(optimizer="both", precision=precision), 2, 2)
         for kept in KEPT[base]:
             require_same(kept, trained(kept, Case(optimizer="both", precision=precision), 2, 2), expected)

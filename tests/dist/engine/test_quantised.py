@@ -68,7 +68,6 @@ def train(model: nn.Module, steps: int) -> list[float]:
 STRATEGIES = {
     (2, 2): (
         "node=0@/int8,cluster=2@bf16/int4",
-        "node=1@int8/int8,cluster=0@/int4+ef",
         "node=3@int8[64]/int4[32]+ef,cluster=3k@int8[256]/int4[8]",
     ),
     (2, 2, 2): ("node=3@int8/int4,cluster=3k@int8/int4,region=0@/int8+ef",),

@@ -71,10 +71,9 @@ def test_levels_are_found_alike_on_all_ranks():
         find("abab")
 
 
-@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=3;overlap=none"])
 @on_ranks(4)
-def test_measured_steps_send_what_the_simulator_says(strategy):
-    ranks = ranks_of(2, 2)
+def test_measured_steps_send_what_the_simulator_says():
+    ranks, strategy = ranks_of(2, 2), "node=1,cluster=3;overlap=none"
     training = Training(ranks, BATCH, strategy)
     training.timed(2)
     found = json.loads(json.dumps(measure_round(training, steps=2, recorded=2)))
