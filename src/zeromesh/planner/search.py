@@ -235,6 +235,7 @@ def search(
     pool = _Pool(refuses=refuses)
     collectives, asked = _collectives(cluster, options), options
     hostless = without_host(workload.fixed(1, Recomputation.NONE), mechanics)
+    hostless += ["processors, whose memory is the host's"] if cluster.messages else []
     hosts = HOSTS if options.host == "any" and not hostless else (Stage.ZERO,)
     if options.max_simulations is not None:
         options = replace(options, max_simulations=options.max_simulations * len(collectives) * len(hosts))
@@ -469,7 +470,7 @@ def _nothing_fits(evaluator: Evaluator, smallest: Candidate, crowded: Candidate 
             f"no number of devices would do: buffers, activations and overhead alone are {fixed / 1e9:.1f} GB; "
             "shorten the sequence or take a device with more memory"
         )
-    unpredicted = [f"shards in the host's memory are not predicted for {' and '.join(hostless)}"] if hostless else []
+    unpredicted = [f"shards in the host's memory are not searched for {' and '.join(hostless)}"] if hostless else []
     remedies = [remedy, *map(str, simulation.owners), *unpredicted]
     if crowded is not None:
         needed, there = evaluator.simulation(crowded).machine_memory_bytes, evaluator.cluster.host_limit_bytes

@@ -158,8 +158,10 @@ def test_another_engine_s_offload_is_searched_as_far_as_it_goes() -> None:
     }
     with pytest.raises(NothingFitsError, match="under no strategy: the smallest is node="):
         plan(model, cluster, workload, emit=lambda each: EMITTERS["megatron-fsdp"](each, model))
-    with pytest.raises(NothingFitsError, match=r"in the host's memory are not predicted for engine fsdp$"):
+    with pytest.raises(NothingFitsError, match=r"in the host's memory are not searched for engine fsdp$"):
         search(model, small_cluster(4, memory_bytes=1.0e9), workload, engine="fsdp")
+    with pytest.raises(NothingFitsError, match=r"not searched for processors, whose memory is the host's$"):
+        search(model, on_cores(small_cluster(4, memory_bytes=0.1e9)), workload)
 
 
 def test_a_large_model_on_small_devices_takes_what_a_machine_has_of_memory() -> None:
