@@ -29,7 +29,7 @@ def clusters(
             f"{lv.name} {lv.size} x {units.format_bytes_per_s(lv.bandwidth_bytes_per_s)}" for lv in cluster.levels
         ]
         machine = cluster.host_memory_bytes
-        host = [] if machine is None else [f"machine {units.format_bytes(machine)}"]
+        host = [] if machine is None else [f"{units.format_bytes(machine)} a machine"]
         facts = [f"{device.name}: {units.format_bytes(device.memory_bytes)}", *host, *rates, *levels]
         # Lines break between facts, not inside one.
         text = ", ".join(fact.replace(" ", "\N{NO-BREAK SPACE}") for fact in facts)

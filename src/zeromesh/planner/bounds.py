@@ -218,16 +218,15 @@ class Bounds:
         sizes = [ITEM_BYTES[dtype] for dtype in (self.workload.wire_dtype, self.workload.grad_dtype, *wires)]
         return min(sizes), max(sizes if len(wires) == len(self._grad_wires) else [*sizes, ITEM_BYTES["fp32"]])
 
-    def _host_step_s(self, block: Block) -> Floats:
+    def _stepped(self, block: Block) -> Floats:
+        """Elements that a rank steps on. Of those that owners divide, one has at least the mean."""
         trained = (trained / state_degree(own) for own, (_, trained) in self.elements.layouts(block))
-        elements = sum(trained, np.zeros(len(block))) * self.host.shards_states
-        return elements * self.compute.host_step(1.0, self.cluster.machine_devices)
+        return sum(trained, np.zeros(len(block)))
 
     def optimizer_s(self, block: Block) -> Floats:
-        """On the device. Each rank has a part of the elements; of what owners divide, one has at least the mean."""
+        """On the device."""
         by_state = state_degree(block)
-        elements = sum(np.asarray(trained / state_degree(own)) for own, (_, trained) in self.elements.layouts(block))
-        seconds = elements * (0.0 if self.host.shards_states else self.compute.optimizer(1.0))
+        seconds = self._stepped(block) * (0.0 if self.host.shards_states else self.compute.optimizer(1.0))
         if self.workload.optimizer == "muon":
             seconds += self._newton_schulz_s / by_state
         return np.asarray(seconds)
@@ -267,6 +266,7 @@ class Bounds:
         most, moving = max(self._taken), self._most_moved
         real = np.minimum(1.0, MOST_TAKEN / np.maximum(len(LANES) * most + moving + adding, 1e-9))
         edge = 2 * most * real
+        on_host_s = self.host.shards_states * self.compute.host_step(1.0, self.cluster.machine_devices)
         return TimeBound(
             lanes=lanes,
             busy=busy,
@@ -276,7 +276,7 @@ class Bounds:
             edge=edge,
             late=edge + adding * real,
             copied=self.memory.copied_bytes(block) / self.constants.host_copy_bytes_per_s,
-            stepped=self._host_step_s(block),
+            stepped=self._stepped(block) * on_host_s,
         )
 
     def _added(self, block: Block, experts: bool) -> Floats:

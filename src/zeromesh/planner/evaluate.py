@@ -47,7 +47,7 @@ class Estimate:
     candidate: Candidate
     step_s: float
     memory_bytes: float
-    host_memory_bytes: float = 0.0
+    host_memory_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

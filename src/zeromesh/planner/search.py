@@ -117,11 +117,7 @@ class Found:
 
 
 class NothingFitsError(InputError):
-    """No candidate fits in memory; `smallest` is the one that needs least."""
-
-    def __init__(self, message: str, smallest: Candidate) -> None:
-        super().__init__(message)
-        self.smallest = smallest
+    """No candidate fits in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +272,7 @@ def search(
         if pool.smallest is None:
             assert pool.refused is not None  # nothing else leaves a space empty
             raise pool.refused
-        raise NothingFitsError(_nothing_fits(evaluator, pool.smallest, pool.crowded, hostless), pool.smallest)
+        raise NothingFitsError(_nothing_fits(evaluator, pool.smallest, pool.crowded, hostless))
     if not bounded(mechanics):
         bound_s = min(_compute_bound_s(evaluator, parallel) for parallel, _ in screened(evaluator))
     found = Found(

@@ -266,7 +266,7 @@ def test_the_list_shows_memory_peaks_and_rates_in_80_columns(monkeypatch):
     assert all(len(line) <= 80 for line in lines)
     start = lines.index("gb300-nvl72  GB300 NVL72: racks of 72 on NVLink, an XDR InfiniBand NIC per GPU")
     text = " ".join(line.strip() for line in lines[start + 1 : start + 3])
-    memory = "GB300-278GB: 278 GB, machine 17 TB"
+    memory = "GB300-278GB: 278 GB, 17 TB a machine"
     assert text == f"{memory}, bf16 2.5 PFLOP/s, fp8 5 PFLOP/s, rack 72 x 900 GB/s, cluster 128 x 7.2 TB/s"
 
 
