@@ -18,7 +18,7 @@ from zeromesh.planner.fixed import fastest as fastest_choices
 from zeromesh.planner.known import Known, known_strategies
 from zeromesh.planner.search import Found, Options, search
 from zeromesh.planner.simplest import WITHIN, one_of_each_kind, simplest
-from zeromesh.planner.space import HOSTS
+from zeromesh.planner.space import HOSTS, shares_of
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import Mechanics
 from zeromesh.strategy import Plan, Stage, Strategy
@@ -188,6 +188,8 @@ def plan(
 
     for each in known(found.best.candidate.strategy.host):
         fastest_choices(evaluator, each.strategy, parallel)
+    if emit is None:
+        _try_shares(evaluator, found)
     found = found.again(evaluator, options.wires)
     best = found.best
     if within > 0:
@@ -217,6 +219,19 @@ def plan(
         seconds=time.perf_counter() - start,
         trace=traced(evaluator, best.candidate) if trace else None,
     )
+
+
+def _try_shares(evaluator: Evaluator, found: Found) -> None:
+    """Estimates the fastest layout of each stage of the host for less and less of the tensors, as long as it fits."""
+    first = {each.candidate.strategy.host: each.candidate for each in reversed(found.ranked)}
+    for host in HOSTS[1:] if found.best.candidate.strategy.hosted else ():
+        fitted = False
+        for strategy in shares_of(first[host].strategy) if host in first else ():
+            best, *_ = fastest_choices(evaluator, strategy, first[host].parallel)
+            fits = evaluator.fits(evaluator.estimate(best))
+            if fitted and not fits:
+                break
+            fitted = fits
 
 
 def _without_host_s(evaluator: Evaluator, best: Estimate) -> float:

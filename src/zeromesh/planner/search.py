@@ -25,7 +25,7 @@ from zeromesh.parallel import Parallel
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
 from zeromesh.planner.settings import Setting, screened, settings_of
-from zeromesh.planner.space import HOSTS, Block, Integers, Space, Splits, hosted_kinds
+from zeromesh.planner.space import HOSTS, Block, Integers, Space, Splits, hosted_kinds, shares_of
 from zeromesh.planner.time_bound import Floats
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import DEFAULT_MARGIN, Mechanics, find_engine
@@ -257,6 +257,11 @@ def search(
     for candidate in _thinned(pool.front, options.front):
         evaluator.estimate(candidate)
     ranked = _fitting(evaluator)
+    if not ranked and pool.crowded is not None and refuses is None:
+        for host in HOSTS[1:]:
+            for strategy in shares_of(replace(pool.crowded.strategy, host=host)):
+                evaluator.estimate(replace(pool.crowded, strategy=strategy))
+        ranked = _fitting(evaluator)
     if not ranked:
         if options.host == "auto" and not hostless:
             return search(

@@ -39,6 +39,12 @@ STAGES = (
 HOSTS = (Stage.ZERO, Stage.ONE, Stage.TWO, Stage.DEFERRED, Stage.THREE)
 """Stages of the host's memory."""
 
+
+def shares_of(strategy: Strategy) -> list[Strategy]:
+    """The host's stage for less and less of the tensors."""
+    return [replace(strategy, percent=percent) for percent in range(90, 0, -10)]
+
+
 _BLOCK_ROWS = 1 << 18
 
 _NONE = np.iinfo(np.int16).max

@@ -93,6 +93,8 @@ def search_note(planned: Planned) -> str:
         if found.gap == 0
         else f"A layout that was not simulated can be at most {found.gap:.1%} faster than the fastest."
     )
+    if any(point.candidate.strategy.percent < 100 for point in found.front):
+        proof += " Shares of the tensors on the host were tried in steps of 10 %, and nothing is proven of others."
     return (
         f"{found.searched:,} candidates, {found.pruned_memory:,} cannot fit, {found.simulated} simulated in "
         f"{planned.seconds:.2f} s. {proof}"
@@ -119,7 +121,7 @@ def choice_lines(planned: Planned) -> list[str]:
     if host is not Stage.ZERO:
         known = "" if isfinite(best.machine_limit_bytes) else " (not known how much it has: --host-memory)"
         lines.append(
-            f"{HOST}={host.value} fits: {format_seconds(planned.host_s)} more a step, "
+            f"{best.strategy.partition(',')[0]} fits: {format_seconds(planned.host_s)} more a step, "
             f"{format_bytes(best.machine_memory_bytes)} of a machine's memory{known}"
         )
     computed = best.compute_s / best.step_s

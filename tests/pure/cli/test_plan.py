@@ -114,21 +114,21 @@ def test_plan_takes_the_host_s_memory_where_nothing_fits_without(zeromesh, tmp_p
     base = ("plan", "--model", "llama-7b", "--cluster", "rtx4090-8x-10g", "--world", "4", "--seq-len", "2048")
     base = (*base, "--global-batch-tokens", "64Ki", "--splits", "none", "--activation-checkpointing", "full")
     code, out, _ = zeromesh(*base, "--host-memory", "128GB", "--report", tmp_path / "plan.html")
-    assert code == 0 and re.search(r"\nhost=\d fits: [\d.]+ s more a step, 121 GB of a machine's memory\n", out)
+    assert code == 0 and re.search(r"\nhost\[90%\]=3 fits: [\d.]+ s more a step, 110 GB of a machine's memory\n", out)
     assert re.search(r"\n\d+% of the step waits for the network, \d+% for the host\n", out)
-    assert re.search(r"\n  [\d.]+ GB \+ 30.3 GB on the host \(121 GB a machine\)\n  micro-batch", out)
-    assert "memory of its host: 30.3 GB per device, 121 GB a machine (122 GB usable)" in out
+    assert re.search(r"\n  [\d.]+ GB \+ 27.4 GB on the host \(110 GB a machine\)\n  micro-batch", out)
+    assert "memory of its host: 27.4 GB per device, 110 GB a machine (122 GB usable)" in out
     assert re.search(r"ZeRO-1  host=\d,node=1,cluster=0  does not fit: \d+ GB of a machine's memory are", out)
     page = (tmp_path / "plan.html").read_text()
-    assert "30.3 GB on the host (121 GB a machine)" in page and 'GB + 30.3 GB on the host" data-step-s' in page
+    assert "27.4 GB on the host (110 GB a machine)" in page and 'GB + 27.4 GB on the host" data-step-s' in page
     answer = json.loads(zeromesh(*base, "--host-memory", "128GB", "--json")[1])
     step = answer["best"]
     assert step["machine_memory_bytes"] == 4 * step["host_memory_bytes"] < step["machine_memory_limit_bytes"] == 121.6e9
-    assert 0 < answer["host_s"] < step["step_s"] and answer["front"][0]["host_memory_bytes"] > 30e9
+    assert 0 < answer["host_s"] < step["step_s"] and answer["front"][0]["host_memory_bytes"] > 20e9
     assert any(reason["host_memory_bytes"] for reason in answer["why"])
     code, _, err = zeromesh(*base, "--host", "none")
     assert code == 2 and "the smallest is node=3" in err
-    assert zeromesh(*base, "--host-memory", "64GB")[0] == 2
+    assert zeromesh(*base, "--host-memory", "32GB")[0] == 2
 
 
 def test_plan_compares_with_what_another_network_or_engine_would_give(zeromesh: Any) -> None:

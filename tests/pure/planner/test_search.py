@@ -169,17 +169,18 @@ def test_a_large_model_on_small_devices_takes_what_a_machine_has_of_memory() -> 
     small = find_cluster("rtx4090-8x-10g").take(4)
     workload = Workload(seq_len=2048, global_batch_tokens=1 << 16)
     answers = {}
-    for name, machine_bytes in (("llama-7b", 128e9), ("llama-13b", 256e9)):
+    for name, machine_bytes in (("llama-7b", 128e9), ("llama-7b", 96e9), ("llama-13b", 256e9)):
         planned = plan(
             preset(name), replace(small, host_memory_bytes=machine_bytes), workload, options=Options(splits="none")
         )
-        best = answers[name] = planned.best.simulation
-        assert best.fits and machine_bytes * 0.9 < best.machine_memory_bytes < machine_bytes * 0.95
-        (choice,) = simulate_choices(preset(name), small, workload, planned.best.candidate.strategy)
+        best, strategy = planned.best.simulation, planned.best.candidate.strategy
+        answers[name, machine_bytes] = best.strategy.partition(",")[0]
+        assert best.fits and machine_bytes * 0.85 < best.machine_memory_bytes < machine_bytes * 0.95
+        (choice,) = simulate_choices(preset(name), small, workload, strategy)
         assert choice.simulation.step_s == best.step_s
         assert 0.05 < planned.host_s / best.step_s < 0.4
-        assert [reason.strategy for reason in planned.why][-1].startswith(f"host={best.strategy[5]},node=3")
-    assert answers["llama-13b"].strategy == "host=3,node=3,cluster=0"
+        assert [reason.strategy for reason in planned.why][-1].startswith(f"host={strategy.host.value},node=3")
+    assert [*answers.values()] == ["host[90%]=3", "host[70%]=2", "host=3"]  # tensors that fit stay on the device
     with pytest.raises(
         NothingFitsError,
         match=r"llama-13b fits on 4 x RTX-4090.* is node=3,.*would fit with 234.3 GB of a machine's memory, of which "
