@@ -11,6 +11,7 @@ def env() -> None:
     """Print versions, devices, and the variables that are set or that a run would set."""
     import torch
 
+    from zeromesh.comm.groups import SLOW_CTAS
     from zeromesh.launch.device import CPU, backend_for, device_name, set_variables, visible_devices
     from zeromesh.measure.setting import read_setting
 
@@ -22,6 +23,8 @@ def env() -> None:
         "devices": ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none: the CPU",
         "backend": backend_for(kind),
     }
+    if kind.type == "cuda":
+        lines["communicators"] = f"between machines max_ctas={SLOW_CTAS}; inside, with register=True, cta_policy=ZERO"
     for name, value in lines.items():
         print(f"{name}: {value}")
     before = dict(os.environ)

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, ReduceOp, chunks_of, own_chunk, wait_for_all
+from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, chunks_of, own_chunk, wait_for_all
 from zeromesh.comm.summing import SumScratch, fits, parts, sum_dtype
 from zeromesh.comm.transport import PIECE_BYTES, carried, nothing, reduce_scatter_single, send_all
 from zeromesh.schedule.memory import MESSAGES_BYTES
@@ -157,7 +157,7 @@ def _native_reduce_scatter(region: Tensor, target: Target, group: AxisGroup) -> 
     """Into this rank's chunk of the region, in place, and from there in one kernel."""
     own = own_chunk(region, group)
     exchange = Exchange(group, group.reduce, "reduce_scatter", region.numel(), region.element_size())
-    op, scale = _sum_and_rest(group, region.dtype, target.scale)
+    op, scale = group.transport.scaled_sum(group.size, region.dtype, target.scale)
     pg = group.reduce.process_group
     exchange.native(lambda: reduce_scatter_single(own, region, op, group=pg), region.nbytes - own.nbytes)
     exchange.finish()
@@ -167,17 +167,11 @@ def _native_reduce_scatter(region: Tensor, target: Target, group: AxisGroup) -> 
 def _native_all_reduce(tensor: Tensor, group: AxisGroup, scale: float) -> None:
     exchange = Exchange(group, group.reduce, "all_reduce", tensor.numel(), tensor.element_size())
     sent = 2 * (tensor.nbytes - tensor.nbytes // group.size)
-    op, scale = _sum_and_rest(group, tensor.dtype, scale)
+    op, scale = group.transport.scaled_sum(group.size, tensor.dtype, scale)
     exchange.native(lambda: dist.all_reduce(tensor, op, group=group.reduce.process_group), sent)
     exchange.finish()
     if scale != 1:
         tensor.mul_(scale)
-
-
-def _sum_and_rest(group: AxisGroup, dtype: torch.dtype, scale: float) -> tuple[ReduceOp, float]:
-    """The backend's sum, and the factor that it leaves to a pass over the memory."""
-    op = group.transport.scaled_sum(group.size, dtype, scale)
-    return (dist.ReduceOp.SUM, scale) if op is None else (op, 1.0)
 
 
 def _reduce_scatter(region: Tensor, target: Target, group: AxisGroup, workspace: Tensor, operation: str) -> None:

@@ -100,10 +100,10 @@ class Transport(ABC):
     def sums(self, operation: str, dtype: torch.dtype) -> bool:
         """Whether a reduction of this dtype is the backend's own."""
 
-    def scaled_sum(self, size: int, dtype: torch.dtype, scale: float) -> ReduceOp | None:
-        """The backend's own sum, over `size` ranks, of values that it multiplies by `scale`; None where it has none,
-        or would round the scale: the scale is then a pass over the memory of its own."""
-        return dist.ReduceOp.SUM if scale == 1 else None
+    def scaled_sum(self, size: int, dtype: torch.dtype, scale: float) -> tuple[ReduceOp, float]:
+        """The backend's own sum over `size` ranks of values that it multiplies by `scale`, as far as it can without
+        rounding that; and the factor that is left, which is a pass over the memory of its own."""
+        return dist.ReduceOp.SUM, scale
 
     @abstractmethod
     def gather(self, exchange: Exchange, region: Tensor, fill: Callable[[], object]) -> Wait:

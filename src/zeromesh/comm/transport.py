@@ -71,15 +71,16 @@ class Native(Transport):
     messages, window, longest = False, 1, sys.maxsize
     nccl: bool = False
 
-    def scaled_sum(self, size: int, dtype: torch.dtype, scale: float) -> ReduceOp | None:
+    def scaled_sum(self, size: int, dtype: torch.dtype, scale: float) -> tuple[ReduceOp, float]:
         # The factor of a mean is held in the dtype of the wire: in bf16 a third would be .2 % off, on every step alike.
-        wide = dtype in (torch.float32, torch.float64)
-        if scale == 1 or self.device_type == "cpu" or not (wide or math.frexp(scale)[0] == 0.5):
-            return super().scaled_sum(size, dtype, scale)
-        # Backends other than NCCL may divide after the sum, which fp16 cannot always hold.
-        if scale == 1 / size and (self.nccl or dtype != torch.float16):
-            return dist.ReduceOp.AVG
-        return _make_nccl_premul_sum(scale) if self.nccl else None
+        exact = dtype in (torch.float32, torch.float64) or math.frexp(scale)[0] == 0.5
+        if scale != 1 and self.device_type != "cpu" and exact:
+            # Backends other than NCCL may divide after the sum, which fp16 cannot always hold.
+            if scale == 1 / size and (self.nccl or dtype != torch.float16):
+                return dist.ReduceOp.AVG, 1.0
+            if self.nccl:
+                return _make_nccl_premul_sum(scale), 1.0
+        return dist.ReduceOp.SUM, scale
 
     def connect(self, group: dist.ProcessGroup) -> None:
         dist.all_reduce(torch.zeros(1, device=self.device_type), group=group)

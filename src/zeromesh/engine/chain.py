@@ -293,10 +293,9 @@ def _scales(steps: Sequence[Transfer], groups: Groups, share: float) -> tuple[fl
     for step in reversed(steps):
         transport, size = groups[step.axis.name].transport, step.axis.size
         factor *= 1.0 if step.operation == "all_gather" else 1 / size
-        native = step.form is None and transport.sums(step.operation, DTYPES[step.wire])
-        later = step.operation == "all_gather" or (
-            native and transport.scaled_sum(size, DTYPES[step.wire], factor) is None
-        )
+        later = step.operation == "all_gather"
+        if step.form is None and transport.sums(step.operation, DTYPES[step.wire]):
+            later = later or transport.scaled_sum(size, DTYPES[step.wire], factor)[1] != 1
         scales.append(1.0 if later else factor)
         factor = factor if later else 1.0
     return factor, scales[::-1]
