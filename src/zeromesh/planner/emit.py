@@ -274,6 +274,8 @@ def _parts(engine: str, plan: Plan, layout: Layout, *, alone: str = "0", cut: bo
     if plan.strategy != default:
         options = str(plan.strategy).partition(";")[2]
         _refuse(engine, plan, f"the option {options}: its own are other ones")
+    if plan.strategy.percent < 100:
+        _refuse(engine, plan, f"{HOST}[{plan.strategy.percent}%]: what it offloads, it offloads of all tensors")
     axes = [axis for axis in layout.axes if axis.size > 1]
     parts = [(stage, layout.degree(list(same))) for stage, same in groupby(axes, key=lambda axis: axis.stage.value)]
     return parts or [(alone, 1)]

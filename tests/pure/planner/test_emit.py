@@ -123,6 +123,7 @@ INNER = "stage 1 over 4 ranks outside a group of stage 3"
         ("fsdp2", "host=3,node=3,cluster=0", {}, r"host=3 beside replicas: .*pytorch/pytorch#180665"),
         ("torchtitan", "host=2,node=3,cluster=3", {}, "torchtitan cannot express host=2 with stage 3"),
         ("megatron-fsdp", "host=1,node=1,cluster=1", {}, "shards in the host's memory: Megatron-LM has an offload"),
+        *((engine, "host[35%]=3,node=3,cluster=3", {}, r"cannot express (host\[35%\]|shards)") for engine in EMITTERS),
         *((engine, "node=3,cluster=3h", {}, "cannot express (stage 3h|shards in the host)") for engine in EMITTERS),
         *(
             (engine, f"node=3,cluster=3;{option}", {}, f"cannot express the option {option}")
