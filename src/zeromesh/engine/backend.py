@@ -359,16 +359,14 @@ class DeviceBackend:
 
     def step(self, unit: int, job: Job) -> None:
         """An optimizer steps on slices of a unit in the host's memory, beside the caller: `settle` waits for it."""
-        if not self._steps:
-            UNSETTLED.append(weakref.ref(self))
         self._steps[unit] = self.lanes["step"].submit(job, f"step {self.units[unit].name}")
+        self._list_unsettled()
 
     def park(self, owner: object, *, whole: bool = False) -> None:
         """Its shards have left their memory, or the `whole` model has, until this is called with None; `owner` is the
         slices' control."""
         self._parked, self.away = owner, whole
-        UNSETTLED[:] = [each for each in UNSETTLED if each() not in (self, None)]
-        UNSETTLED.extend([weakref.ref(self)] if owner else [])
+        self._list_unsettled()
         for unit in self.units:
             vars(unit).pop("sites", None)  # with addresses
 
@@ -380,9 +378,8 @@ class DeviceBackend:
                 "forwards without a backward run inside)"
             )
 
-    def settle(self, looked: object = None) -> bool:
-        """Comes after the steps on the host, for one who looks at slices of this control, or at all; whether there was
-        no more than these.
+    def settle(self, looked: object = None) -> None:
+        """Comes after the steps on the host, for one who looks at slices of this control, or at all.
 
         Raises:
             ModelError: they are parked.
@@ -391,8 +388,12 @@ class DeviceBackend:
             self.require_here()
         for unit, ticket in list(self._steps.items()):
             ticket.wait()
-            self._steps.pop(unit, None)
-        return self._parked is None
+            self._steps.pop(unit, None)  # only now: a Ctrl-C may end the wait
+        self._list_unsettled()
+
+    def _list_unsettled(self) -> None:
+        others = [each for each in UNSETTLED if each() not in (None, self)]
+        UNSETTLED[:] = [*others, weakref.ref(self)] if self._parked is not None or self._steps else others
 
     def use(self, unit: int) -> None:
         shards = self.units[unit]

@@ -75,9 +75,8 @@ def settle(looked: object) -> None:
     """Comes after the steps on slices in the host's memory. Raises ModelError if those of the control that is looked at
     are parked."""
     for each in [*UNSETTLED]:
-        backend = each()
-        if backend is None or backend.settle(looked):
-            UNSETTLED.remove(each)  # only now: a Ctrl-C may end the wait
+        if (backend := each()) is not None:
+            backend.settle(looked)
 
 
 MARKED: MutableMapping[Tensor, Elements] = WeakTensorKeyDictionary()

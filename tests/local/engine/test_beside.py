@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zeromesh as zm
 from zeromesh.engine.api import engine_of
+from zeromesh.engine.param import UNSETTLED
 from zeromesh.errors import CommunicationError
 
 HOST = "host=1,node=0,cluster=0"
@@ -103,6 +104,7 @@ def test_gradients_that_are_dropped_meanwhile_are_stepped_on():
             optimizer.zero_grad()
             threading.Timer(0.05, gate.set).start()
             backward(each, 3)  # whose gradients take the memory of those before
+            assert each is plain or not UNSETTLED
         optimizer.step()
     for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own.local, expected.detach().view(-1), rtol=1e-12, atol=1e-15)
