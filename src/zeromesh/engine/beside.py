@@ -56,19 +56,23 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
     Returns:
         Whether it did; if not, nothing lies there, or the step has to run here.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    if any(param.grad.dtype != param.dtype for param in params):
-        return False
     if any(group.get("capturable") or group.get("differentiable") for group in optimizer.param_groups):
         return False
     if type(optimizer.state) is not States:
         optimizer.state = States(dict, optimizer.state)
     parts: dict[tuple[Any, int], _Part] = {}
+    first = False
     for index, group in enumerate(optimizer.param_groups):
-        for param in (each for each in group["params"] if each.grad is not None):
-            key = (param.engine(), param.unit) if _on_host(param) else _HERE
-            parts.setdefault(key, _Part(optimizer, hosted=key is not _HERE)).take(index, param)
-    here, first = parts.pop(_HERE, None), not all(param in dict.keys(optimizer.state) for param in params)
+        for param in group["params"]:
+            if (grad := param.grad) is None:
+                continue
+            key = (param.engine(), param.unit) if isinstance(param, ShardedParameter) and param.on_host else _HERE
+            if key not in parts:
+                parts[key] = _Part(optimizer, hosted=key is not _HERE)
+            if not parts[key].take(index, param, grad):
+                return False
+            first = first or not dict.__contains__(optimizer.state, param)
+    here = parts.pop(_HERE, None)
     for (engine, unit), part in sorted(parts.items(), key=lambda item: item[0][0].schedule.order.index(item[0][1])):
         engine.backend.step(unit, partial(part.run, step))
     if here is not None:
@@ -76,10 +80,6 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
     if first:
         settle(optimizer)
     return True
-
-
-def _on_host(param: Tensor) -> bool:
-    return isinstance(param, ShardedParameter) and param.on_host
 
 
 class _Part:
@@ -99,8 +99,8 @@ class _Part:
         self._taken: dict[int, dict[str, Any]] = {}
         self._plain: list[tuple[Any, Tensor]] = []
 
-    def take(self, index: int, param: Any) -> None:
-        """A parameter of the group of this index."""
+    def take(self, index: int, param: Any, grad: Any) -> bool:
+        """A parameter of the group of this index; whether its gradient is of its dtype, as torch wants it."""
         if index not in self._taken:
             group = {key: _copied(value) for key, value in self._groups[index].items() if key != "params"}
             if self._hosted and "momentum" not in group and group.get("fused", False) is group.get("foreach") is None:
@@ -109,10 +109,13 @@ class _Part:
             self._own.param_groups.append(self._taken[index])
         plain = param
         if isinstance(param, ShardedParameter):
-            plain = param.local
-            plain.grad = param.grad.local  # type: ignore[union-attr]  # the caller has looked
+            plain, own = param.local, grad.local
+            if own.dtype != plain.dtype:
+                return False
+            plain.grad = own
         self._taken[index]["params"].append(plain)
         self._plain.append((param, plain))
+        return True
 
     def run(self, step: _Step) -> None:
         """Steps on them, on their states."""
