@@ -42,14 +42,17 @@ class RollCall:
         self._store = PrefixStore("zeromesh/roll-call", store)
         self._rank, self._world, self._wait_s, self._poll_s = rank, world, wait_s, poll_s
         self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._respond, name="zeromesh-roll-call", daemon=True)
 
     def __enter__(self) -> Self:
         if self._world > 1:
-            threading.Thread(target=self._respond, name="zeromesh-roll-call", daemon=True).start()
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
+        if self._thread.is_alive():  # back from the store after the interpreter is gone, it would abort the process
+            self._thread.join(_STORE_S)
 
     def explain(self, error: Exception) -> Exception:
         """Tells the others of `error`; what to raise for it, which names the ranks that are missing or have failed."""

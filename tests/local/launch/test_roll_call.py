@@ -80,3 +80,11 @@ def test_who_waits_in_a_collective_is_not_missing() -> None:
 
     lane.submit(ask).wait()  # the main thread is in the lane, as in an unshard
     assert "No rank is missing, all wait" in asked[0]
+
+
+def test_nobody_listens_after_it() -> None:
+    """A thread that came back from the store into an interpreter that is gone would abort the process."""
+    before = threading.active_count()
+    with RollCall(HashStore(), 0, 2):
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
