@@ -1,4 +1,4 @@
-"""Order of launch over several communicators, as a property of the device: what it orders, and when ranks hang."""
+"""Order of launch over several communicators: the device orders collectives by it, and ranks may hang."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ORDERS: tuple[LaunchOrder, ...] = ("none", "implicit")
 @pytest.mark.parametrize("order", ORDERS)
 @alone()
 def test_a_collective_begins_after_those_launched_before_it_have_begun(order):
-    """So it comes after what their streams did before them; but not after these collectives themselves."""
+    """So it comes after the work of their streams before them, but not after these collectives themselves."""
     simdev.counting_group(0, 2)
     values, words = torch.zeros(8, device="simdev"), torch.zeros(8, device="simdev")
     torch.accelerator.synchronize()
@@ -42,7 +42,7 @@ def test_a_collective_begins_after_those_launched_before_it_have_begun(order):
 
 
 def launches(rank: int, order: LaunchOrder) -> list[Launch]:
-    """Of two steps on this rank of a plane of four, whose lines have names of their own."""
+    """Launches of two steps on this rank of a plane of four, whose lines have names of their own."""
     simdev.counting_group(rank, 4)
     mesh = init_device_mesh("simdev", (2, 2), mesh_dim_names=("cluster", "node"))
     line = {"node": rank // 2, "cluster": rank % 2}

@@ -101,7 +101,7 @@ class Checkpoints:
 
     def open(self) -> None:
         """Locks the directory for saving. Once the optimizers have states, after the first step, it also begins to pin
-        host memory for the copies of a device, in the background. The first `save` does what this has not.
+        host memory for the copies of a device, in the background. The first `save` does both where this was not called.
 
         Raises:
             CheckpointError: it cannot be written, or another job saves to it.

@@ -36,7 +36,7 @@ from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.states import groups_for_torch, join_groups
 from zeromesh.checkpoint.storage import Storage, reason
 from zeromesh.checkpoint.write import Written, entries_of, files_of, write_file
-from zeromesh.comm.host import HostArena
+from zeromesh.comm.host import HostArena, padded
 from zeromesh.errors import CheckpointError, CommunicationError
 from zeromesh.pieces.piece import Piece
 
@@ -65,7 +65,7 @@ class Staging:
 
     def reserve(self, pieces: Sequence[Piece]) -> None:
         """Pins memory for such pieces, if it has less."""
-        wanted = max(1, sum(_padded(piece.local.nbytes) for piece in pieces))
+        wanted = max(1, sum(padded(piece.local.nbytes) for piece in pieces))
         if self._arena is None or self._arena.memory.numel() < wanted:
             self._copies, self._arena = [], None  # never both
             device = _device_of(pieces)
@@ -81,7 +81,7 @@ class Staging:
         if [(s.numel(), s.dtype) for s in sources] != [(copy.numel(), copy.dtype) for copy in self._copies]:
             self.reserve(pieces)
             assert self._arena is not None
-            ends = [0, *accumulate(_padded(source.nbytes) for source in sources)]
+            ends = [0, *accumulate(padded(source.nbytes) for source in sources)]
             memory = self._arena.memory
             self._copies = [memory[at : at + s.nbytes].view(s.dtype) for at, s in zip(ends, sources, strict=False)]
         to, of, start = list[Tensor](), list[Tensor](), 0
@@ -90,17 +90,12 @@ class Staging:
             cuts = [*range(first, copy.numel(), each)]  # a copy lies in one chunk
             to += torch.tensor_split(copy, cuts)
             of += torch.tensor_split(source, cuts)
-            start += _padded(source.nbytes)
+            start += padded(source.nbytes)
         if sources:
             torch._foreach_copy_(to, of, non_blocking=True)
         if (device := _device_of(pieces)).type != "cpu":
             torch.accelerator.current_stream(device).synchronize()
         return self._copies
-
-
-def _padded(num_bytes: int) -> int:
-    """So that elements of any dtype begin at multiples of their size."""
-    return -(-num_bytes // 16) * 16
 
 
 def _device_of(pieces: Sequence[Piece]) -> torch.device:

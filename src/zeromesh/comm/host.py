@@ -103,6 +103,11 @@ class HostArena:
         return self.memory[start : self._taken].view(dtype)
 
 
+def padded(num_bytes: int) -> int:
+    """Its room in an arena, where tensors of any dtype begin at multiples of 16 bytes."""
+    return -(-num_bytes // 16) * 16
+
+
 def _unregister(address: int) -> None:
     _cudart().cudaHostUnregister(address)
 

@@ -103,6 +103,7 @@ class _Part:
         """A parameter of the group of this index; whether its gradient is of its dtype, as torch wants it."""
         if index not in self._taken:
             group = {key: _copied(value) for key, value in self._groups[index].items() if key != "params"}
+            # Not SGD's, which wants momenta of all parameters or of none.
             if self._hosted and "momentum" not in group and group.get("fused", False) is group.get("foreach") is None:
                 group["fused"] = True
             self._taken[index] = {**group, "params": []}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
+from zeromesh.comm.host import padded
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.build import take_host_memory
 from zeromesh.engine.engine import Engine
@@ -60,8 +61,8 @@ def parked(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = (), h
     ]
     sizes = [*(storage.nbytes() for storage in kept), *(state[key].nbytes for state, key in states)]
     less = "park less (host=1), or use more machines"
-    link, _ = take_host_memory(sum(map(_room, sizes)), control, device, call="zm.parked", less=less)
-    copies = [link.arena.take(_room(size), torch.uint8)[:size] for size in sizes]
+    link, _ = take_host_memory(sum(map(padded, sizes)), control, device, call="zm.parked", less=less)
+    copies = [link.arena.take(padded(size), torch.uint8)[:size] for size in sizes]
     for storage, copy in zip(kept, copies, strict=False):
         copy.copy_(_bytes_of(storage), non_blocking=True)
     for (state, key), copy in zip(states, copies[len(kept) :], strict=True):
@@ -105,8 +106,3 @@ def _storages(engine: Engine, stage: int) -> tuple[list[UntypedStorage], list[Un
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _room(size: int) -> int:
-    """Parts of the arena begin at multiples of 16 bytes."""
-    return -(-size // 16) * 16

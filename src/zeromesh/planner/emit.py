@@ -76,7 +76,7 @@ def emit_fsdp2(plan: Plan, model: ModelSpec) -> str:
 
 
 def _offloads(engine: str, plan: Plan, sharded: str, replicas: Parts) -> bool:
-    """Whether FSDP2 keeps what is sharded in the host's memory."""
+    """Whether FSDP2 keeps its shards in the host's memory."""
     host = plan.strategy.host.value
     if host not in ("0", sharded):
         _refuse(engine, plan, f"{HOST}={host} with stage {sharded}: its offload is {HOST}={sharded} there")
@@ -275,7 +275,7 @@ def _parts(engine: str, plan: Plan, layout: Layout, *, alone: str = "0", cut: bo
         options = str(plan.strategy).partition(";")[2]
         _refuse(engine, plan, f"the option {options}: its own are other ones")
     if plan.strategy.percent < 100:
-        _refuse(engine, plan, f"{HOST}[{plan.strategy.percent}%]: what it offloads, it offloads of all tensors")
+        _refuse(engine, plan, f"{HOST}[{plan.strategy.percent}%]: its offload is for all tensors")
     axes = [axis for axis in layout.axes if axis.size > 1]
     parts = [(stage, layout.degree(list(same))) for stage, same in groupby(axes, key=lambda axis: axis.stage.value)]
     return parts or [(alone, 1)]

@@ -50,7 +50,7 @@ class Reason:
         step_s: its step time at its best micro-batch and recomputation; None where it does not fit.
         loses: (where, seconds), the most first: what the best does not pay.
         memory_bytes: what it needs; the least that it can do with where it does not fit.
-        host_memory_bytes: of it, what a device's rank keeps in its host's memory.
+        host_memory_bytes: that it needs in its host's memory, for each device.
     """
 
     name: str

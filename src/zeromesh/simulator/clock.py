@@ -276,7 +276,7 @@ class ClockBackend:
     def _let_end(self, job: Job) -> None:
         before = job.after
         while before is not None:
-            if before.kind == "step":  # seen as what it is
+            if before.kind == "step":  # seen under its own name
                 self._let_end(before)
             before = before.after
         if not job.lane:

@@ -145,7 +145,7 @@ class Simulation:
 
     @property
     def memory_text(self) -> str:
-        """The peak of a device, and what lies on its host, for a person."""
+        """The peak of a device, and the shards on its host, for a person."""
         host, machine = format_bytes(self.host_memory_bytes), format_bytes(self.machine_memory_bytes)
         beside = f" + {host} on the host ({machine} a machine)" if self.host_memory_bytes else ""
         return f"{format_bytes(self.memory.total)}{beside}"

@@ -110,6 +110,43 @@ def test_gradients_that_are_dropped_meanwhile_are_stepped_on():
         torch.testing.assert_close(own.local, expected.detach().view(-1), rtol=1e-12, atol=1e-15)
 
 
+class Some(nn.Module):
+    """Computes with the first of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.count = nn.ModuleList(nn.Linear(5, 5) for _ in range(3)), 3
+
+    def forward(self, value: Tensor) -> Tensor:
+        for block in self.blocks[: self.count]:
+            value = block(value).tanh()
+        return value
+
+
+def test_a_backward_comes_after_the_steps_of_units_that_its_forward_leaves_out():
+    found, kernel = [], torch._fused_adamw_
+    for strategy in None, HOST:
+        torch.manual_seed(0)
+        model = Some().double() if strategy is None else zm.shard(Some().double(), None, strategy, bucket_bytes=0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        stepped(optimizer, model)
+        gate, calls = threading.Event(), iter(range(9))
+
+        def held_later(*args, gate=gate, calls=calls, **options):
+            if next(calls):  # the first block's has no need to wait
+                gate.wait()
+            kernel(*args, **options)
+
+        with mock.patch("torch._fused_adamw_", held_later):
+            optimizer.step()
+            optimizer.zero_grad()
+            model.count = 1
+            threading.Timer(0.3, gate.set).start()
+            backward(model, 3)  # which writes zeros where the other blocks' gradients lie
+        found.append([param.sum().item() for param in model.parameters()])
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
 def test_one_optimizer_over_the_host_the_device_and_a_plain_tensor():
     found = []
     for strategies in (None, None), (HOST, DEVICE):

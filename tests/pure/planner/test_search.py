@@ -124,7 +124,7 @@ def test_nothing_fits_says_the_smallest_and_how_many_devices_would_do() -> None:
 
 @pytest.mark.parametrize("machine_bytes", [None, 1.2e9])
 def test_where_nothing_fits_the_host_s_memory_is_searched_too(machine_bytes: float | None) -> None:
-    """What a machine's memory is too small for is left out; the optimum is that of brute force."""
+    """Layouts that exceed a machine's memory are left out; the optimum is that of brute force."""
     model, cluster = small_model(4, 1024), small_cluster(4, memory_bytes=1.65e9)
     cluster = replace(cluster, host_memory_bytes=machine_bytes)
     workload = Workload(seq_len=256, global_batch_tokens=256 * 4 * 2)

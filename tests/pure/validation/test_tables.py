@@ -44,7 +44,7 @@ SOURCE_OF = {
 
 @cache
 def source_rows(name: str) -> list[Row]:
-    """Each row once; the alternatives of what a paper leaves open, which span a row's range, for two tables only."""
+    """Each row once; for two tables also the alternatives that a paper leaves open, which span a row's range."""
     with pytest.MonkeyPatch.context() as patch:
         if name not in ("amsp-layouts", "galvatron"):
             patch.setattr(Assumption, "choices", property(lambda self: (self.value,)))

@@ -19,7 +19,7 @@ std::array<Clock, kStreams> clocks = first_clocks();
 Clock host{};
 int64_t serials = 0;
 bool order_kept = false;
-Clock launched{};  // what comes before the beginning of the collective that was launched last
+Clock launched{};  // all that comes before the beginning of the collective that was launched last
 thread_local int current = 0;
 
 void join(Clock& clock, const Clock& other) {

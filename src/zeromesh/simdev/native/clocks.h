@@ -8,7 +8,7 @@
 // The host has one clock for all of its threads: what it has waited for comes before all that it issues afterwards.
 //
 // [Note: Launch order] Kernels of a device's communicators may run in any order, or, as with NCCL_LAUNCH_ORDER_IMPLICIT,
-// each begins once all that were launched before it have begun. Then it also comes after what their streams did before
+// each begins once all that were launched before it have begun. Then it also comes after all that their streams did before
 // them, but not after these kernels themselves.
 #pragma once
 
