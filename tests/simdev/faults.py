@@ -62,6 +62,19 @@ def without_keeping() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_landing(kind: str) -> Iterator[None]:
+    """The host does not wait for the copies of a lane before it uses its own memory."""
+    synchronize = lane._Stream.synchronize
+
+    def at_once(self):
+        if self._lane != kind:
+            synchronize(self)
+
+    with mock.patch.object(lane._Stream, "synchronize", at_once):
+        yield
+
+
 # Where a boundary follows a micro-batch's reduction, it comes after the computation by that; and so does a copy down.
 STARTS = {"boundary": "node=1,cluster=1", "up": "host=3,node=3,cluster=3", "down": "host=2,node=1,cluster=0"}
 ENDS = {"up": "host=3,node=3,cluster=3", "down": "host=2,node=1,cluster=0"}
@@ -80,5 +93,6 @@ FAULTS: dict[str, tuple[str, Fault]] = {
         f"the end of a job of {kind}": (ENDS.get(kind, "node=3,cluster=1"), partial(without_end, kind))
         for kind in LANES
     },
+    "a copy down, before the host reads what came": ("host=1,node=3,cluster=1", partial(without_landing, "down")),
 }
 """What is not waited for, with a strategy that needs it."""

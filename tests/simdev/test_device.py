@@ -134,6 +134,32 @@ def test_the_host_that_waited_orders_too():
 
 
 @alone()
+def test_the_host_waits_for_copies_before_it_uses_its_memory():
+    """Elsewhere in the same memory, before anything is copied and after a wait, it may."""
+    values, host = torch.ones(8, device="simdev"), torch.zeros(16, pin_memory=True)
+    with simdev.Checker() as checker:
+        host.fill_(2)
+        host[:8].copy_(values, non_blocking=True)
+        host[8:].add_(1)
+        torch.accelerator.synchronize()
+        host[:8].add_(1)
+        values.copy_(host[:8], non_blocking=True)
+        host[:8].sum()
+    assert checker.races == []
+    with simdev.Checker() as checker:
+        host[:8].copy_(values, non_blocking=True)
+        host[4:6].sum().item()
+        values.copy_(host[8:], non_blocking=True)
+        host.mul_(2)
+    assert [(race.operation, race.writes, race.earlier_writes) for race in checker.races] == [
+        ("aten::sum", False, True),
+        ("aten::mul_", True, True),
+        ("aten::mul_", True, False),
+    ]
+    assert "reads on the host what copy to the host" in str(checker.races[0])
+
+
+@alone()
 def test_a_block_freed_under_another_stream_is_found():
     def use(*, then: str) -> simdev.Checker:
         with simdev.Checker() as checker:

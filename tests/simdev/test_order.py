@@ -24,7 +24,7 @@ from tests.dist.engine.reference import Block, Case, backward, evaluate, mesh_of
 from tests.dist.engine.test_parts import PAIRS, in_parts
 from tests.pure.strategy.mixes import mixes, notation
 from tests.simdev.clean import SOURCES, require_clean, require_documented
-from tests.simdev.faults import FAULTS, without_keeping
+from tests.simdev.faults import FAULTS, without_keeping, without_landing
 from tests.simdev.ranks import alone
 from tests.simdev.test_rehearse import step, with_experts
 from zeromesh import simdev
@@ -238,6 +238,29 @@ def test_a_fault_is_found(wait):
     strategy, leave_out = FAULTS[wait]
     checker = checked(strategy, CASE, leave_out=leave_out)
     assert checker.races or checker.early_frees
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [("up", "host=1,node=3,cluster=1"), ("refresh", "host=3,node=3,cluster=2")]
+)
+@alone()
+def test_masters_are_changed_once_their_copies_have_left(kind, strategy):
+    """A copy up reads them; parameters that come down are written over those masters that lie inside them."""
+    simdev.counting_group(0, 4)
+
+    def change() -> simdev.Checker:
+        with simdev.Checker() as checker, sharded(strategy, CASE, mesh_of(2, 2, device="simdev")) as (model, optimizer):
+            backward(model, CASE, 0)
+            optimizer.step()
+            zm.refresh(model)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.add_(1)
+        return checker
+
+    assert not change().races
+    with without_landing(kind):
+        assert change().races
 
 
 def step_on_used_parameters() -> None:

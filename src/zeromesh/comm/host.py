@@ -57,7 +57,7 @@ class HostLink:
     def down(self, destination: Tensor, source: Tensor, *, accumulate: bool = False) -> None:
         """To the host. A copy may be on its way when this returns; a sum is there."""
         if accumulate:
-            destination.add_(source.to(destination.device))
+            destination.add_(torch.empty_like(destination, dtype=source.dtype).copy_(source))
         else:
             destination.copy_(source, non_blocking=True)
         self._tell("down", source)
@@ -81,7 +81,10 @@ class HostArena:
     """
 
     def __init__(self, num_bytes: int, device: torch.device, chunk_bytes: int | None = None) -> None:
-        if device.type not in ("cpu", "cuda"):
+        own = None if device.type in ("cpu", "cuda") else getattr(torch.get_device_module(device), "host_memory", None)
+        if own is not None:  # of a device that stands for its host too
+            self.memory = own(num_bytes)
+        elif device.type not in ("cpu", "cuda"):
             self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         else:  # an anonymous mapping is of zeros, and takes no memory before it is written to
             self.memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)

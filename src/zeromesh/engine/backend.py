@@ -263,6 +263,8 @@ class DeviceBackend:
         self.chains: Sequence[UnitChains] = [self._bind(unit) for unit in units]
         self.device, self.registered, self.away = device, registered, False
         self._parked: object = None  # the slices' control, while they lie elsewhere
+        # Parameters that come down onto masters inside them.
+        self._rewrites = any(b.master_in_params and b.placed.routes["refresh"].down for u in units for b in u.buffers)
         self._steps: dict[int, Ticket] = {}  # on the host, of units, since somebody has last waited for all
 
     def _bind(self, unit: UnitShards) -> UnitChains:
@@ -304,7 +306,11 @@ class DeviceBackend:
     # ---- schedule.Backend
 
     def refresh(self, unit: int) -> Ticket | None:
-        return self._gather("refresh", self.chains[unit].refresh, unit, self._steps.get(unit))
+        ticket = self._gather("refresh", self.chains[unit].refresh, unit, self._steps.get(unit))
+        if self._rewrites and ticket is not None:  # with the values that are there, which may change meanwhile
+            self._steps[unit] = ticket
+            self._list_unsettled()
+        return ticket
 
     def unshard(self, unit: int, *, from_kept: bool, after: Ticket | None) -> Ticket | None:
         chains = self.chains[unit]
@@ -353,7 +359,7 @@ class DeviceBackend:
 
     def land(self) -> None:
         """The host comes after the copies that were waited for: it is about to use its own memory."""
-        for kind in COPIES:
+        for kind in (*COPIES, *(["refresh"] if self._rewrites else [])):
             if kind in self.lanes:
                 self.lanes[kind].synchronize()
 
@@ -389,6 +395,8 @@ class DeviceBackend:
         for unit, ticket in list(self._steps.items()):
             ticket.wait()
             self._steps.pop(unit, None)  # only now: a Ctrl-C may end the wait
+        if self._rewrites:
+            self.land()
         self._list_unsettled()
 
     def _list_unsettled(self) -> None:

@@ -14,7 +14,8 @@ class Race:
     """An access that nothing orders after an earlier one of the same bytes on another stream, where one writes.
 
     Args:
-        operation, where, stream, writes: of the access; "where" is file and line of the caller outside torch.
+        operation, where, stream, writes: of the access; "where" is file and line of the caller outside torch, and the
+            stream -1 for the host's own access to pinned memory.
         earlier_operation, earlier_where, earlier_stream, earlier_writes: of what may not be over.
     """
 
@@ -29,10 +30,14 @@ class Race:
 
     def __str__(self) -> str:
         return (
-            f"{self.operation} at {self.where} {_verb(self.writes)} on stream {self.stream} what "
+            f"{self.operation} at {self.where} {_verb(self.writes)} on {self._place} what "
             f"{self.earlier_operation} at {self.earlier_where} may still {_verb(self.earlier_writes)[:-1]} on stream "
             f"{self.earlier_stream}: nothing orders one after the other"
         )
+
+    @property
+    def _place(self) -> str:
+        return "the host" if self.stream < 0 else f"stream {self.stream}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,9 +110,13 @@ def launch_order(order: LaunchOrder) -> Iterator[None]:
         native().keep_launch_order(False)
 
 
-def memory_stats() -> MemoryStats:
-    """Memory of the device, and its peak since `reset_peak_memory`."""
-    stats = native().memory_stats()
+def memory_stats(*, host: bool = False) -> MemoryStats:
+    """Memory of the device, and its peak since `reset_peak_memory`.
+
+    Args:
+        host: of the host of a virtual device instead: what was asked for as such, and what operators make of it.
+    """
+    stats = native().memory_stats(host)
     return MemoryStats(
         allocated_bytes=stats.allocated,
         peak_allocated_bytes=stats.peak_allocated,

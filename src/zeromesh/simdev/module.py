@@ -142,6 +142,17 @@ def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
     return MEMORY_BYTES - memory_reserved(), MEMORY_BYTES
 
 
+def host_memory(num_bytes: int) -> Tensor:
+    """So many bytes of the host's memory, zeroed, which copies go to and from: 1-D. A virtual device has virtual ones, as
+    a tensor of its own."""
+    if not native().is_virtual():
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+    inside = native().InHostMemory(True)
+    memory = torch.zeros(num_bytes, dtype=torch.uint8, device="simdev")
+    del inside
+    return memory
+
+
 def reset_peak_memory_stats(device: DeviceLike = None) -> None:
     native().reset_peaks()
 

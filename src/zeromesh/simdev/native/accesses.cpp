@@ -112,7 +112,8 @@ void touch(const Touch& touched, const Access& access, const Clock& clock) {
     }
     ++entry;
   }
-  note(history[{touched.begin, touched.end}], access);
+  // Whatever is issued later comes after what the host has done, and so does what it had waited for.
+  if (access.stream != kHost) note(history[{touched.begin, touched.end}], access);
 }
 
 }  // namespace
@@ -124,18 +125,22 @@ void start() {
   found_races.clear(), found_frees.clear(), found_reads.clear(), found_waits.clear();
   accesses = 0;
   on = true;
+  watch_host(true);
 }
 
-void stop() { on = false; }
+void stop() {
+  watch_host(false);
+  on = false;
+}
 
 void access(const std::string& what, const std::vector<Touch>& touches, int stream) {
   if (!on || touches.empty()) return;
   const auto where = caller();  // before the lock: another thread may hold the interpreter and want the lock
   Locked locked(lock());
-  const Clock& clock = now(stream);
+  const Clock& clock = stream == kHost ? host_now() : now(stream);
+  const int64_t time = stream == kHost ? 0 : time_of(stream);
   const uint32_t what_number = names.number(what), where_number = names.number(where);
-  for (const auto& touched : touches)
-    touch(touched, {stream, time_of(stream), touched.writes, what_number, where_number}, clock);
+  for (const auto& touched : touches) touch(touched, {stream, time, touched.writes, what_number, where_number}, clock);
 }
 
 void allocated(Block& block) {

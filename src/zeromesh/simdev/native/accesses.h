@@ -4,6 +4,9 @@
 // writes. That a block is allocated counts as a write on the stream that it is for: what this stream did with the same
 // memory before may still be under way. An early free is a block that goes back to its stream's free blocks before this
 // stream comes after the accesses of all others: the next tensor there would be written over.
+//
+// Pinned memory of the host is held against the same clocks. Operators of the host touch it too, each at once: they race
+// with what the host has not waited for.
 #pragma once
 
 #include <cstddef>
@@ -16,6 +19,8 @@
 namespace simdev {
 
 struct Block;
+
+constexpr int kHost = -1;  // in the place of a stream
 
 struct Access {
   int stream;
@@ -56,9 +61,10 @@ std::string caller();
 
 void start();
 void stop();
-void access(const std::string& what, const std::vector<Touch>& touches, int stream);
+void access(const std::string& what, const std::vector<Touch>& touches, int stream);  // or kHost
 void allocated(Block& block);
 void freed(Block& block, const std::string& where);
+void watch_host(bool on);  // operators of the host on pinned memory
 void host_read(const std::string& what, int stream, int64_t bytes);
 void host_wait(const std::string& what, int stream);
 

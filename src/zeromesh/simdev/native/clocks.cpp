@@ -51,6 +51,8 @@ const Clock& now(int stream) {
   return clocks[stream];
 }
 
+const Clock& host_now() { return host; }
+
 int64_t time_of(int stream) { return clocks[stream][stream]; }
 
 bool covers(const Clock& clock, const Clock& other) {

@@ -38,6 +38,7 @@ int exchange_stream(int stream); // returns the one before
 int new_stream(bool high_priority);
 
 const Clock& now(int stream);
+const Clock& host_now();
 int64_t time_of(int stream);
 bool covers(const Clock& clock, const Clock& other);
 

@@ -7,8 +7,10 @@
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/empty_like_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -107,6 +109,7 @@ class Call {
 
   std::vector<IValue> run() {
     const std::string& name = schema_.name();
+    const InHostMemory results_too(is_of_host());
     if (reads_on_host(name)) {
       checker::host_read(name, current_stream(), 0);
       host_waits_for(current_stream());
@@ -123,6 +126,13 @@ class Call {
   }
 
  private:
+  // [Note: The host]. A number beside it may be anywhere.
+  bool is_of_host() const {
+    for (const auto& operand : operands_)
+      if (operand.tensor.dim() != 0 && in_host_memory(operand.tensor)) return true;
+    return false;
+  }
+
   bool all_known() const {
     if (!is_virtual()) return true;
     for (const auto& operand : operands_)
@@ -226,6 +236,7 @@ class Call {
   }
 
   void report(const std::vector<IValue>& results) {
+    if (is_of_host()) return;
     if (checker::on && !is_view(schema_)) {
       std::vector<Touch> touches;
       for (const auto& operand : operands_) add_touch(touches, operand.tensor, operand.writes);
@@ -252,8 +263,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 void report_copy(const char* name, const at::Tensor& from, const at::Tensor& to) {
   if (checker::on) {
     std::vector<Touch> touches;
-    if (on_device(from)) add_touch(touches, from, false);
-    if (on_device(to)) add_touch(touches, to, true);
+    add_touch(touches, from, false);
+    add_touch(touches, to, true);
     checker::access(name, touches, current_stream());
   }
   if (recorder::on) recorder::kernel(name, {from, to}, {});
@@ -261,13 +272,16 @@ void report_copy(const char* name, const at::Tensor& from, const at::Tensor& to)
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const bool down = !on_device(to), up = !on_device(from);
-  report_copy(down ? "copy to the host" : up ? "copy from the host" : "aten::copy_", from, to);
+  const bool to_host = down || in_host_memory(to), from_host = up || in_host_memory(from);
+  if (!to_host || !from_host)
+    report_copy(to_host ? "copy to the host" : from_host ? "copy from the host" : "aten::copy_", from, to);
   const at::Tensor& host = down ? to : from;
   if ((down || up) && to.numel() != 0 && !(non_blocking && is_pinned(host.storage().data()))) {
     if (down) checker::host_read("copy to the host", current_stream(), static_cast<int64_t>(to.nbytes()));
     if (up) checker::host_wait("copy from memory that is not pinned", current_stream());
     host_waits_for(current_stream());
   }
+  const at::DisableRecordFunctionGuard by_the_device;  // not by an operator of the host
   const bool known = up || is_known(from);
   if (known && (down || is_backed(to))) {
     (down ? to : on_host(to)).copy_(up ? from : on_host(from));
@@ -302,6 +316,13 @@ at::Tensor empty_strided(
     std::optional<at::Device>, std::optional<bool>) {
   const c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
   return at::detail::empty_strided_generic(sizes, strides, device_memory(), keys, at::dtype_or_default(dtype));
+}
+
+at::Tensor empty_like(
+    const at::Tensor& self, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+    std::optional<at::Device> device, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+  const InHostMemory result_too(in_host_memory(self));
+  return at::native::empty_like(self, dtype, layout, device, pin, format);
 }
 
 at::Tensor as_strided(
@@ -350,6 +371,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
+  m.impl("empty_like", empty_like);
   m.impl("as_strided", as_strided);
   m.impl("view", view);
   m.impl("_reshape_alias", reshape_alias);
@@ -371,7 +393,45 @@ bool has_kernel_of_its_own(const c10::OperatorHandle& op) {
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
 }
 
+// Whether an operator of the host does not look at values: it makes new ones, or asks about the tensor.
+bool passes_over(const c10::FunctionSchema& schema) {
+  static const std::set<std::string> names{
+      "aten::empty_like", "aten::zeros_like", "aten::ones_like",  "aten::new_empty", "aten::new_empty_strided",
+      "aten::new_zeros",  "aten::is_pinned",  "aten::set_", "aten::resize_"};
+  return is_view(schema) || schema.returns().empty() || names.count(schema.name()) != 0;
+}
+
+// The host's operators on memory that the device copies from and to. What involves the device reports itself.
+std::unique_ptr<at::ObserverContext> on_the_host(const at::RecordFunction& function) {
+  const auto inputs = function.inputs();
+  bool device = false;
+  std::vector<std::pair<at::Tensor, size_t>> pinned;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    device = device || (inputs[i].isDevice() && inputs[i].toDevice().type() == c10::DeviceType::PrivateUse1);
+    changed(inputs[i], [&](const at::Tensor& tensor) {
+      device = device || on_device(tensor);
+      if (tensor.defined() && tensor.device().is_cpu() && tensor.has_storage() && is_pinned(tensor.storage().data()))
+        pinned.emplace_back(tensor, i);
+      return tensor;
+    });
+  }
+  if (device || pinned.empty()) return nullptr;
+  const auto schema = function.operator_schema();
+  if (!schema || passes_over(*schema)) return nullptr;
+  std::vector<Touch> touches;
+  for (const auto& [tensor, i] : pinned)
+    add_touch(touches, tensor, i < schema->arguments().size() && writes(schema->arguments()[i]));
+  checker::access(schema->name(), touches, kHost);
+  return nullptr;
+}
+
 }  // namespace
+
+void checker::watch_host(bool on) {
+  static at::CallbackHandle handle = 0;
+  if (on && !is_virtual()) handle = at::addGlobalCallback(at::RecordFunctionCallback(&on_the_host).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+  if (!on && handle != 0) at::removeCallback(std::exchange(handle, 0));
+}
 
 void register_kernels() {
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);

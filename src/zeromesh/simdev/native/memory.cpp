@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <map>
 #include <set>
@@ -41,6 +42,8 @@ struct BestFit {
 // [Note: Allocator]
 class Memory {
  public:
+  explicit Memory(bool host) : host_(host) {}
+
   Block* take(size_t bytes) {
     Locked locked(lock());
     release_deferred();
@@ -48,7 +51,7 @@ class Memory {
     Block* block = free_block(size);
     if (block == nullptr) block = new_segment(size);
     split(block, size);
-    block->requested = bytes, block->allocated = true, block->known = false;
+    block->requested = bytes, block->allocated = true, block->known = false, block->host = host_;
     block->used_by.reset();
     in_use_[block->address] = block;
     count(bytes, size, 1);
@@ -172,15 +175,18 @@ class Memory {
     stats.peak_rounded = std::max(stats.peak_rounded, stats.rounded);
   }
 
+  const bool host_;
   Pool small_, large_;
   std::unordered_map<const void*, Block*> in_use_;
   std::vector<std::pair<Block*, Clock>> deferred_;  // with what must come before they are used again
 };
 
-Memory& memory() {
-  static auto* all = new Memory;  // never destroyed: tensors may outlive everything else
-  return *all;
+Memory& memory(bool host) {
+  static auto* all = new std::array<Memory, 2>{Memory(false), Memory(true)};  // never destroyed: tensors may outlive all
+  return (*all)[host];
 }
+
+thread_local bool taking_host_memory = false;
 
 const c10::Device kDevice(c10::DeviceType::PrivateUse1, 0);
 
@@ -189,12 +195,12 @@ class DeviceMemory final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &give_back, kDevice};
-    Block* block = memory().take(bytes);
+    Block* block = memory(taking_host_memory).take(bytes);
     return {block->address, block, &give_back, kDevice};
   }
 
   static void give_back(void* block) {
-    if (block != nullptr) memory().give_back(static_cast<Block*>(block));
+    if (block != nullptr) memory(static_cast<Block*>(block)->host).give_back(static_cast<Block*>(block));
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -204,13 +210,13 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
 
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override { memory().empty(); }
+  void emptyCache(c10::MempoolId_t) override { memory(false).empty(); }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     use_on_stream(data.get(), static_cast<int>(stream.id()));
   }
 
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
-    const Stats stats = memory_stats();
+    const Stats stats = memory_stats(false);
     c10::CachingDeviceAllocator::DeviceStats out;
     auto fill = [](auto& into, int64_t current, int64_t peak) { into[0].current = current, into[0].peak = peak; };
     fill(out.requested_bytes, stats.allocated, stats.peak_allocated);
@@ -225,8 +231,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
   void resetPeakStats(c10::DeviceIndex) override { reset_peaks(); }
 };
 
-std::unordered_map<const void*, size_t>& pinned() {
-  static auto* all = new std::unordered_map<const void*, size_t>;
+std::unordered_map<const void*, Block>& pinned() {
+  static auto* all = new std::unordered_map<const void*, Block>;
   return *all;
 }
 
@@ -235,7 +241,7 @@ class PinnedMemory final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* address = bytes == 0 ? nullptr : c10::alloc_cpu(bytes);
     Locked locked(lock());
-    if (address != nullptr) pinned()[address] = bytes;
+    if (address != nullptr) pinned()[address] = Block{static_cast<char*>(address), bytes, 0, false};
     return {address, address, &give_back, c10::Device(c10::DeviceType::CPU)};
   }
 
@@ -267,7 +273,16 @@ bool is_pinned(const void* address) {
   return pinned().count(address) != 0;
 }
 
-Block* block_at(const void* address) { return memory().in_use(address); }
+InHostMemory::InHostMemory(bool on) : before_(taking_host_memory) { taking_host_memory = on; }
+InHostMemory::~InHostMemory() { taking_host_memory = before_; }
+
+Block* block_at(const void* address) {
+  Locked locked(lock());
+  for (const bool host : {false, true})
+    if (Block* block = memory(host).in_use(address)) return block;
+  const auto entry = pinned().find(address);
+  return entry == pinned().end() ? nullptr : &entry->second;
+}
 
 void use_on_stream(const void* address, int stream) {
   Locked locked(lock());
@@ -275,17 +290,19 @@ void use_on_stream(const void* address, int stream) {
   if (block != nullptr && block->stream != stream) block->used_by.set(stream);
 }
 
-Stats memory_stats() {
+Stats memory_stats(bool host) {
   Locked locked(lock());
-  return memory().stats;
+  return memory(host).stats;
 }
 
 void reset_peaks() {
   Locked locked(lock());
-  auto& stats = memory().stats;
-  stats.peak_allocated = stats.allocated, stats.peak_rounded = stats.rounded, stats.peak_reserved = stats.reserved;
+  for (const bool host : {false, true}) {
+    auto& stats = memory(host).stats;
+    stats.peak_allocated = stats.allocated, stats.peak_rounded = stats.rounded, stats.peak_reserved = stats.reserved;
+  }
 }
 
-void empty_cache() { memory().empty(); }
+void empty_cache() { memory(false).empty(); }
 
 }  // namespace simdev

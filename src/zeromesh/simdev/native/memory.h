@@ -11,6 +11,9 @@
 // [Note: Words] In virtual mode small blocks (up to 1 MiB) are real memory, and each knows whether its values are known:
 // those that came from the host, and what was computed from known ones alone. So the words that ranks exchange, masks
 // and indices are right, while weights are shapes. Whatever is not known reads as 0.
+//
+// [Note: The host] In virtual mode memory of the host is virtual too, where it is asked for as such: tensors of the device,
+// accounted apart. An operator on them is the host's, which no stream runs, and so is the memory that it makes.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -39,6 +42,7 @@ struct Block {
   bool small;
   size_t requested = 0;
   bool allocated = false, pooled = false;
+  bool host = false;                 // [Note: The host]
   bool known = false;                // [Note: Words]
   std::bitset<kStreams> used_by{};   // by record_stream
   Block *before = nullptr, *after = nullptr;
@@ -52,10 +56,21 @@ c10::Allocator* device_memory();
 c10::Allocator* pinned_memory();
 bool is_pinned(const void* address);
 
-Block* block_at(const void* address);  // of which this is the first byte, and which is in use; or none
+// What this thread allocates meanwhile is the host's.
+class InHostMemory {
+ public:
+  explicit InHostMemory(bool on);
+  ~InHostMemory();
+  InHostMemory(const InHostMemory&) = delete;
+
+ private:
+  bool before_;
+};
+
+Block* block_at(const void* address);  // of which this is the first byte, and which is in use or pinned; or none
 void use_on_stream(const void* address, int stream);
 
-Stats memory_stats();
+Stats memory_stats(bool host);
 void reset_peaks();
 void empty_cache();
 

@@ -24,6 +24,12 @@ at::Tensor on_host(const at::Tensor& tensor) {
 
 Block* block_of(const at::Tensor& tensor) { return block_at(tensor.storage().data()); }
 
+bool in_host_memory(const at::Tensor& tensor) {
+  if (!is_virtual() || !on_device(tensor)) return false;
+  const Block* block = block_of(tensor);
+  return block != nullptr && block->host;
+}
+
 void add_touch(std::vector<Touch>& touches, const at::Tensor& tensor, bool writes) {
   Block* block = tensor.numel() == 0 ? nullptr : block_of(tensor);
   if (block == nullptr) return;

@@ -18,6 +18,9 @@ at::Tensor on_host(const at::Tensor& tensor);
 // The block that a tensor lies in; none where it has no memory.
 Block* block_of(const at::Tensor& tensor);
 
+// [Note: The host].
+bool in_host_memory(const at::Tensor& tensor);
+
 // What a kernel that reads or writes all of a tensor touches. The gaps of a strided one count too.
 void add_touch(std::vector<Touch>& touches, const at::Tensor& tensor, bool writes);
 
