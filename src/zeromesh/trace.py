@@ -38,6 +38,11 @@ class TrafficLine:
     collectives: int
     direction: str = ""
 
+    @property
+    def label(self) -> str:
+        """The axis, and the direction where there are two."""
+        return f"{self.axis} {self.direction}".rstrip()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -35,18 +36,18 @@ FAKE_TRANSFORMERS = Path(__file__).parents[1] / "local" / "train" / "fake"
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(x)))
 
 
 class Model(nn.Module):
-    def __init__(self, blocks: int = 4) -> None:
+    def __init__(self, blocks: int = 4, width: int = WIDTH) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -54,17 +55,17 @@ class Model(nn.Module):
         return x
 
 
-def build(mesh, strategy="node=3,cluster=1"):
+def build(mesh, strategy="node=3,cluster=1", width=WIDTH):
     with torch.device("meta"):
-        model = Model()
+        model = Model(width=width)
     model = zm.shard(model, mesh, strategy, param_dtype=torch.bfloat16)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-def step(model, optimizer, rows=64):
+def step(model, optimizer, rows=64, width=WIDTH):
     for index in range(2):
         with zm.accumulate(model, last=index == 1):
-            x = torch.zeros(rows, WIDTH, device="simdev", dtype=torch.bfloat16)
+            x = torch.zeros(rows, width, device="simdev", dtype=torch.bfloat16)
             model(x).float().square().mean().backward()
     zm.clip_grad_norm_(model, 1.0)
     optimizer.step()
@@ -91,6 +92,37 @@ def test_a_step_of_ones_own_on_1024_ranks():
     assert launches["boundary"] <= 4 and launches["refresh"] <= 2
     assert not found.host_reads or all("zeromesh/engine/control.py" in read.where for read in found.host_reads)
     assert found.to_json()["memory"]["peak_at"] == str(memory.peak.place)
+
+
+@alone(virtual=True)
+def test_the_host_s_memory_is_virtual_too():
+    """Of a large model, more than any laptop has; predicted, allocated and counted to the byte in both places."""
+
+    small = replace(find_cluster("a800-8x-hdr"), host_memory_bytes=100e9)
+    for strategy, on_host in (
+        ("host=1,node=3,cluster=1", ("optimizer", "grads", "buffers")),
+        ("host=2,node=1,cluster=0", ("optimizer", "grads", "buffers")),
+        ("host=3,node=3,cluster=3", ("params", "grads", "optimizer")),
+        ("host=3d,node=3,cluster=2", ("params", "grads", "optimizer")),
+        ("host[50%]=3,node=3,cluster=1", ("params", "grads", "optimizer")),
+        ("node=3,cluster=3h", ("buffers",)),
+    ):
+        made = partial(build, strategy=strategy, width=1 << 14)
+        found = zm.rehearse(lambda m, o: step(m, o, width=1 << 14), made, mesh=MESH, cluster=small)
+        failures = failures_of([found])
+        host = found.memory.host
+        assert {line.kind for line in host.kinds if line.allocated_bytes} == set(on_host), strategy
+        for line in (*host.kinds, *found.memory.kinds):
+            assert line.predicted_bytes == line.allocated_bytes, (strategy, line)
+        held = sum(line.allocated_bytes for line in host.kinds)
+        # Beside shards: step counters, and a micro-batch's sum of one small unit that comes down to be added.
+        assert held <= host.peak_bytes <= 1.06 * held, strategy
+        assert found.to_json()["host_memory"]["fits"] == (8 * host.peak_bytes <= 95e9) == (not failures), failures
+        assert all("8 ranks of a machine keep 395 GB in its memory, of which 95 GB" in each for each in failures)
+        assert {axis.direction for axis in found.axes if axis.axis == "host"} == {"up", "down"}
+        for axis in found.axes:
+            assert axis.sent_bytes == axis.predicted_bytes > 0, (strategy, axis)
+        assert found.step_s > 0
 
 
 @alone(virtual=True)

@@ -81,9 +81,8 @@ class HostArena:
     """
 
     def __init__(self, num_bytes: int, device: torch.device, chunk_bytes: int | None = None) -> None:
-        own = None if device.type in ("cpu", "cuda") else getattr(torch.get_device_module(device), "host_memory", None)
-        if own is not None:  # of a device that stands for its host too
-            self.memory = own(num_bytes)
+        if (own := own_memory(device)) is not None:
+            self.memory: Tensor = own(num_bytes)
         elif device.type not in ("cpu", "cuda"):
             self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         else:  # an anonymous mapping is of zeros, and takes no memory before it is written to
@@ -104,6 +103,11 @@ class HostArena:
         """The next part of it, zeroed: 1-D. Shards begin at multiples of 16 bytes: [Note: Padding] of layouts."""
         start, self._taken = self._taken, self._taken + num_bytes
         return self.memory[start : self._taken].view(dtype)
+
+
+def own_memory(device: torch.device) -> Callable[[int], Tensor] | None:
+    """Makes memory of so many bytes for a device that stands for its host too; None for all others."""
+    return None if device.type == "cpu" else getattr(torch.get_device_module(device), "host_memory", None)
 
 
 def padded(num_bytes: int) -> int:

@@ -359,7 +359,8 @@ class DeviceBackend:
 
     def land(self) -> None:
         """The host comes after the copies that were waited for: it is about to use its own memory."""
-        for kind in (*COPIES, *(["refresh"] if self._rewrites else [])):
+        kinds: tuple[LaneKind, ...] = (*COPIES, "refresh") if self._rewrites else COPIES
+        for kind in kinds:
             if kind in self.lanes:
                 self.lanes[kind].synchronize()
 

@@ -195,13 +195,13 @@ def take_host_memory(
     Raises:
         ModelError: a machine has less memory than its ranks would take, states of the optimizer not counted.
     """
-    from zeromesh.comm.host import HostArena, HostLink  # of host=
+    from zeromesh.comm.host import HostArena, HostLink, own_memory  # of host=
 
     found = control.gather((machine_id(), wanted))
     here = [taken for machine, taken in found if machine == machine_id()]
 
     def allocate() -> HostLink:
-        free = available_memory_bytes()
+        free = available_memory_bytes() if own_memory(device) is None else None
         if free is not None and sum(here) > free:
             raise ModelError(
                 f"{len(here)} rank(s) of this machine would keep {sum(here) / 1e9:.1f} GB in its memory, of which "

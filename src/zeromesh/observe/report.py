@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -218,7 +219,8 @@ class traffic_report:  # used as a function that is also a context
         for call in self.calls:
             sent[call.axis] += call.sent_bytes
         directions = ("down", "up") if schedule.memory.host else ()
-        host = [(f"{HOST} {direction}", HOST_AXIS, direction) for direction in directions]
+        own = replace(HOST_AXIS, stage=schedule.strategy.host)
+        host = [(f"{HOST} {direction}", own, direction) for direction in directions]
         return [
             TrafficLine(
                 axis=axis.name,

@@ -222,12 +222,18 @@ def plan(
 
 
 def _try_shares(evaluator: Evaluator, found: Found) -> None:
-    """Estimates the fastest layout of each stage of the host for less and less of the tensors, as long as it fits."""
-    first = {each.candidate.strategy.host: each.candidate for each in reversed(found.ranked)}
-    for host in HOSTS[1:] if found.best.candidate.strategy.hosted else ():
+    """Estimates the fastest layout of each stage of the host, and the fastest without split levels, for less and less
+    of the tensors, as long as it fits."""
+    first: dict[object, Candidate] = {}
+    for candidate in (each.candidate for each in found.ranked) if found.best.candidate.strategy.hosted else ():
+        strategy = candidate.strategy
+        first.setdefault(strategy.host, candidate)
+        if len(strategy.axes) == len(strategy.names):
+            first.setdefault((strategy.host, "whole"), candidate)
+    for candidate in dict.fromkeys(each for each in first.values() if each.strategy.hosted):
         fitted = False
-        for strategy in shares_of(first[host].strategy) if host in first else ():
-            best, *_ = fastest_choices(evaluator, strategy, first[host].parallel)
+        for strategy in shares_of(candidate.strategy):
+            best, *_ = fastest_choices(evaluator, strategy, candidate.parallel)
             fits = evaluator.fits(evaluator.estimate(best))
             if fitted and not fits:
                 break

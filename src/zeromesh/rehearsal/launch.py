@@ -16,8 +16,7 @@ from zeromesh.errors import InputError, MeshError, RanksFailedError
 from zeromesh.launch.job import Job, make_job
 from zeromesh.launch.processes import local_launches, run_ranks
 from zeromesh.rehearsal.result import Rehearsal
-from zeromesh.strategy import Strategy
-from zeromesh.train.config import AUTO, TrainConfig, load_config
+from zeromesh.train.config import TrainConfig, load_config
 
 _TASK = "zeromesh.rehearsal.training:rehearse_rank"
 
@@ -45,18 +44,7 @@ def rehearse_config(
             raise MeshError(f"--rank: ranks of this mesh are 0 to {config.world - 1}, got {rank}")
     if config.cluster:
         config.hardware()
-    require_on_device(config)
     return [_rehearse(config, rank) for rank in dict.fromkeys(ranks)]
-
-
-def require_on_device(config: TrainConfig) -> None:
-    """Raises InputError for shards in the host's memory. The virtual device does not stand for its host: shards there
-    would be real, and so would the steps on them."""
-    if config.strategy != AUTO and Strategy.parse(config.strategy, [*reversed(config.mesh)]).hosted:
-        raise InputError(
-            f"a rehearsal reserves a device's memory, and strategy {config.strategy} keeps shards in the host's: leave "
-            f"them on the device here, or ask zeromesh simulate for bytes and time"
-        )
 
 
 def _rehearse(config: TrainConfig, rank: int) -> Rehearsal:

@@ -74,7 +74,8 @@ class Places:
             if updates(optimizer, engine):
                 self.go("optimizer")
 
-        lanes = {kind: _FollowedLane(lane, self) for kind, lane in backend.lanes.items()}
+        # Steps on the host run beside this thread, and launch nothing.
+        lanes = {kind: lane if kind == "step" else _FollowedLane(lane, self) for kind, lane in backend.lanes.items()}
         watch = interpreter.watched(point)
         before = backend.through(lanes, backend.chains)
         hook = register_optimizer_step_pre_hook(stepping)
@@ -121,6 +122,9 @@ class _FollowedLane:
     @property
     def name(self) -> str:
         return self.lane.name
+
+    def synchronize(self) -> None:
+        self.lane.synchronize()
 
     def submit(self, job: Callable[[], object], label: str = "", *, after: Ticket | None = None) -> Ticket:
         places, unit = self.places, label.partition(" ")[2]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from zeromesh.trace import MemoryLine, Trace, TrafficLine
+from zeromesh.units import format_bytes
 
 Phase = Literal["build", "shard", "forward", "recompute", "backward", "optimizer", "other"]
 
@@ -51,6 +53,34 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """Bytes of the rehearsed rank in the memory of its machine.
+
+    Args:
+        kinds: of the model's state.
+        peak_bytes: the most that is in use.
+        ranks: of one machine; 0 without a cluster.
+        limit_bytes: what the ranks of a machine may take together; None if it is unknown.
+    """
+
+    kinds: tuple[MemoryLine, ...]
+    peak_bytes: int
+    ranks: int = 0
+    limit_bytes: float | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """The failure, if a machine has too little memory for its ranks."""
+        wanted = self.ranks * self.peak_bytes
+        if self.limit_bytes is None or wanted <= self.limit_bytes:
+            return None
+        return (
+            f"{self.ranks} ranks of a machine keep {format_bytes(wanted)} in its memory, of which "
+            f"{format_bytes(self.limit_bytes)} are usable"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Bytes of the rehearsed rank's device.
 
@@ -61,6 +91,7 @@ class Memory:
         growth: places in which the allocator has reserved more than ever before, in the order of time.
         overhead_bytes: of a process beside its tensors: context, communicators; 0 without a cluster.
         limit_bytes: of the device, its margin off; None without a cluster.
+        host: where shards lie in the host's memory.
     """
 
     kinds: tuple[MemoryLine, ...]
@@ -69,6 +100,7 @@ class Memory:
     growth: tuple[Peak, ...] = ()
     overhead_bytes: float = 0.0
     limit_bytes: float | None = None
+    host: HostMemory | None = None
 
     @property
     def predicted_bytes(self) -> int:
@@ -213,14 +245,20 @@ class Rehearsal:
                 "limit_bytes": None if memory.limit_bytes is None else round(memory.limit_bytes),
                 "fits": None if memory.limit_bytes is None else memory.fails_at is None,
                 "fails_at": None if memory.fails_at is None else str(memory.fails_at.place),
-                "kinds": {
-                    kind.kind: {"predicted_bytes": kind.predicted_bytes, "allocated_bytes": kind.allocated_bytes}
-                    for kind in memory.kinds
-                },
+                "kinds": _kinds(memory.kinds),
             },
-            "bytes_by_axis": {axis.axis: axis.sent_bytes for axis in self.axes},
-            "collectives_by_axis": {axis.axis: axis.collectives for axis in self.axes},
-            "predicted_bytes_by_axis": {axis.axis: axis.predicted_bytes for axis in self.axes},
+            "host_memory": None
+            if memory.host is None
+            else {
+                "peak_allocated_bytes": memory.host.peak_bytes,
+                "ranks": memory.host.ranks or None,
+                "machine_limit_bytes": None if memory.host.limit_bytes is None else round(memory.host.limit_bytes),
+                "fits": None if memory.host.limit_bytes is None else memory.host.failure is None,
+                "kinds": _kinds(memory.host.kinds),
+            },
+            "bytes_by_axis": {axis.label: axis.sent_bytes for axis in self.axes},
+            "collectives_by_axis": {axis.label: axis.collectives for axis in self.axes},
+            "predicted_bytes_by_axis": {axis.label: axis.predicted_bytes for axis in self.axes},
             "launches_per_unit": self.launches_per_unit(),
             "races": list(self.races),
             "early_frees": list(self.early_frees),
@@ -230,3 +268,9 @@ class Rehearsal:
             "step_s": self.step_s,
             "exposed_s": self.exposed_s,
         }
+
+
+def _kinds(lines: Sequence[MemoryLine]) -> dict[str, dict[str, int]]:
+    return {
+        line.kind: {"predicted_bytes": line.predicted_bytes, "allocated_bytes": line.allocated_bytes} for line in lines
+    }

@@ -74,6 +74,9 @@ def _nothing_fails(rehearsals: Sequence[Rehearsal]) -> str:
 
 def _time(first: Rehearsal) -> str:
     host = f"the host needs {format_seconds(first.host_s)} a step on this machine"
+    away = first.memory.host
+    if away is not None and any(line.kind == "optimizer" and line.allocated_bytes for line in away.kinds):
+        host += ", beside the optimizer's step in its memory, which is not timed here (zeromesh simulate)"
     if first.step_s is None or first.exposed_s is None:
         return f"{host}; for the time of a step say which cluster: --cluster NAME (see `zeromesh clusters`)"
     return (
@@ -101,9 +104,15 @@ def _state(memory: Memory) -> Table:
         ("peak, with activations", "", f"{memory.peak.allocated_bytes:,}"),
         ("peak, reserved by the allocator", "", f"{memory.peak_reserved_bytes:,}"),
     ]
+    host = [] if memory.host is None else memory.host.kinds
+    away = [(f"{kind.kind}, on the host", f"{kind.predicted_bytes:,}", f"{kind.allocated_bytes:,}") for kind in host]
+    if memory.host is not None:
+        limit_bytes = memory.host.limit_bytes
+        usable = f"{limit_bytes / memory.host.ranks:,.0f}" if limit_bytes is not None else ""
+        away.append(("peak, on the host (usable: its share)", usable, f"{memory.host.peak_bytes:,}"))
     beside = [("context and communicators", f"{memory.overhead_bytes:,.0f}", "")] if memory.overhead_bytes else []
     limit = [("usable", f"{memory.limit_bytes:,.0f}", "")] if memory.limit_bytes is not None else []
-    return Table(heads=("kind", "predicted", "allocated"), rows=(*rows, total, *peak, *beside, *limit))
+    return Table(heads=("kind", "predicted", "allocated"), rows=(*rows, total, *peak, *beside, *limit, *away))
 
 
 def _peaks(memory: Memory) -> Table:
@@ -125,7 +134,7 @@ def _traffic(first: Rehearsal) -> Table:
         heads=("axis", "size", "stage", "calls", "predicted", "counted"),
         rows=tuple(
             (
-                axis.axis,
+                axis.label,
                 f"{axis.size:,}",
                 axis.stage,
                 f"{axis.collectives:,}",

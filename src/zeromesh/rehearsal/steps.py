@@ -13,8 +13,9 @@ import site
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -27,11 +28,11 @@ from zeromesh.engine.engine import Engine
 from zeromesh.observe.report import memory_report, traffic_report
 from zeromesh.rehearsal.hardware import Hardware
 from zeromesh.rehearsal.places import Places
-from zeromesh.rehearsal.result import HostRead, Launches, Memory, Peak, Place, Rehearsal
+from zeromesh.rehearsal.result import HostMemory, HostRead, Launches, Memory, Peak, Place, Rehearsal
 from zeromesh.rehearsal.timeline import TimedStep, replay
 from zeromesh.rehearsal.watch import Watch
 from zeromesh.schedule import Role
-from zeromesh.trace import TrafficLine
+from zeromesh.trace import MemoryLine, TrafficLine
 
 _SOURCES = Path(__file__).parents[2]
 
@@ -57,9 +58,14 @@ class _Found:
 
 
 class Peaks:
-    """The most that is in use in each place, in the order in which places are first come to."""
+    """The most that is in use in each place, in the order in which places are first come to.
+
+    Attributes:
+        host_bytes: the most of the host's memory.
+    """
 
     def __init__(self) -> None:
+        self.host_bytes = 0
         self._by_place: dict[Place, Peak] = {}
         self._growth: list[Peak] = []
         simdev.reset_peak_memory()
@@ -72,6 +78,7 @@ class Peaks:
         self._by_place[place] = max(now, before, key=lambda peak: peak.allocated_bytes)
         if not self._growth or now.reserved_bytes > self._growth[-1].reserved_bytes:
             self._growth.append(now)
+        self.host_bytes = max(self.host_bytes, simdev.memory_stats(host=True).peak_allocated_bytes)
         simdev.reset_peak_memory()
 
     def all(self) -> tuple[Peak, ...]:
@@ -160,6 +167,14 @@ class Stage:
                 watch.end()
         return watch
 
+    def _host(self, lines: Iterable[MemoryLine]) -> HostMemory:
+        found = HostMemory(kinds=tuple(lines), peak_bytes=self.peaks.host_bytes)
+        if self.hardware is None:
+            return found
+        limit = self.hardware.cluster.host_limit_bytes
+        ranks = self.hardware.cluster.machine_devices
+        return replace(found, ranks=ranks, limit_bytes=limit if isfinite(limit) else None)
+
     def _result(
         self,
         engine: Engine,
@@ -173,6 +188,10 @@ class Stage:
         communicators = _COMMUNICATORS * sum(group.lender is None for group in groups)
         watch = found.watch
         last = found.timed[-1] if found.timed else None
+        lines = [line for line in memory_report(model, optimizer) if line.kind not in ("total", "step")]
+        host = None if engine.backend.host is None else self._host(line for line in lines if line.place == "host")
+        if host is not None and host.failure:
+            found.failures.append(host.failure)
         return Rehearsal(
             model=type(model).__name__,
             strategy=str(engine.schedule.strategy),
@@ -182,12 +201,13 @@ class Stage:
             micro_batches=self.places.micro_batches,
             cluster="" if hardware is None else hardware.cluster.name,
             memory=Memory(
-                kinds=tuple(line for line in memory_report(model, optimizer) if line.kind not in ("total", "step")),
+                kinds=tuple(line for line in lines if line.place == "device"),
                 rest_bytes=simdev.memory_stats().allocated_bytes,
                 peaks=self.peaks.all(),
                 growth=self.peaks.growth(),
                 overhead_bytes=0.0 if hardware is None else hardware.overhead_bytes(communicators),
                 limit_bytes=None if hardware is None else hardware.limit_bytes,
+                host=host,
             ),
             axes=found.axes,
             launches=tuple(

@@ -9,7 +9,6 @@ import torch
 from pydantic import TypeAdapter
 
 from zeromesh.launch.ranks import Ranks
-from zeromesh.rehearsal.launch import require_on_device
 from zeromesh.rehearsal.result import Rehearsal
 from zeromesh.rehearsal.steps import Stage
 from zeromesh.rehearsal.virtual import virtual_rank
@@ -37,7 +36,6 @@ def rehearse_training(config: TrainConfig, rank: int) -> Rehearsal:
         model = build_language_model(config.model, corpus.tokenizer.vocab_size, values=False)
     if config.strategy == AUTO:
         config = config.model_copy(update={"strategy": str(plan_run(config, model).strategy)})
-        require_on_device(config)
     with virtual_rank(config.mesh, rank) as mesh:
         stage = Stage(config.hardware() if config.cluster else None)
         device = torch.device(mesh.device_type, 0)

@@ -32,6 +32,9 @@ _NO_KERNEL = (
 )
 """How the names of operators begin for which a device launches nothing."""
 
+_COPIES = ("copy to the host", "copy from the host")
+"""The device's words for them."""
+
 _ORDERS: dict[str, OrderKind] = {
     "record": "record",
     "wait": "wait",
@@ -115,7 +118,11 @@ class Watch:
             moving = self.hardware.kernels.moves(operator)
             result = kernel.results[0] if len(kernel.results) == 1 else kernel.results
             backward = self.places.now.phase == "backward"
-            seconds = self.hardware.kernels.seconds(operator, kernel.arguments, result, backward=backward)
+            seconds = (
+                self.hardware.copy_seconds(kernel.arguments[0])
+                if kernel.name in _COPIES
+                else self.hardware.kernels.seconds(operator, kernel.arguments, result, backward=backward)
+            )
         self._launched()
         self.issued.append(
             Kernel(

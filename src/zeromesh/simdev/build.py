@@ -25,8 +25,8 @@ from zeromesh.errors import InputError
 
 SOURCES = Path(__file__).parent / "native"
 FLAGS = ("-O1", "-DNDEBUG")
-"""Kernels are torch's own; and it compiles in two thirds of the time that -O2 takes. Some of torch's classes have another
-layout without NDEBUG, with which torch itself was built."""
+"""Kernels are torch's own, and it compiles in two thirds of the time that -O2 takes. Without NDEBUG, classes of torch
+would have another layout than in torch itself."""
 
 DONE = "done"
 """A file beside a library that is whole: linking may have been cut short."""

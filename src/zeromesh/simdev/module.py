@@ -143,8 +143,8 @@ def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
 
 
 def host_memory(num_bytes: int) -> Tensor:
-    """So many bytes of the host's memory, zeroed, which copies go to and from: 1-D. A virtual device has virtual ones, as
-    a tensor of its own."""
+    """So many bytes of the host's memory for copies to and from the device, zeroed: 1-D. A virtual device has virtual
+    ones, in a tensor of its own."""
     if not native().is_virtual():
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
     inside = native().InHostMemory(True)

@@ -487,6 +487,7 @@ def _result(setup: Setup, step: Step, totals: Totals, memory_margin: float) -> S
     workload, cluster = setup.workload, setup.cluster
     tokens_per_s = workload.global_batch_tokens / step.step_s / cluster.devices
     memory = setup.peak_memory(step.activations)
+    hosted = setup.schedule.memory.host is not None
     exposed = sorted(((axes, name, s) for (axes, name), s in totals.exposed_s.items()), key=lambda item: -item[2])
     return Simulation(
         strategy=str(setup.strategy),
@@ -513,7 +514,7 @@ def _result(setup: Setup, step: Step, totals: Totals, memory_margin: float) -> S
                 stage=axis.stage.value,
                 bytes_sent_per_device=totals.sent_bytes[axis.name],
             )
-            for axis in (*setup.schedule.axes, *([] if setup.schedule.memory.host is None else [HOST_AXIS]))
+            for axis in (*setup.schedule.axes, *([replace(HOST_AXIS, stage=setup.strategy.host)] if hosted else []))
         )
         + tuple(
             AxisTraffic(

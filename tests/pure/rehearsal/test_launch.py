@@ -30,8 +30,6 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], {"world": 1024}, "mesh cluster=2 x node=2 has 4 ranks, but --world asks for 1024; .*--set mesh"),
         ([], {"ranks": (0, 4)}, "--rank: ranks of this mesh are 0 to 3, got 4"),
         (["strategy=node=3,rack=1"], {}, "rack"),
-        (["strategy=host=1,node=3,cluster=1"], {}, "host=1,node=3,cluster=1 keeps shards in the host's: .*simulate"),
-        (["strategy=fcdp"], {}, "strategy fcdp keeps shards in the host's"),
         (
             ["mesh={node=4}", "strategy=node=3", "cluster=a800-8x-hdr"],
             *({}, "outermost first cluster, node; the mesh has node"),
