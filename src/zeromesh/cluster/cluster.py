@@ -23,6 +23,9 @@ class Cluster:
         device: the one kind of device.
         levels: at least one, innermost first, with distinct names.
         host_memory_bytes: memory of one machine, which its devices' processes share. None if unknown.
+        host_copy_bytes_per_s: between each device and that memory, in each direction at once. None if it was not
+            measured: a constant of the cost model, as the next.
+        host_step_bytes_per_s: of that memory, as optimizers' steps of all its ranks reach it together.
         description: one line for `zeromesh clusters`.
         sources: pairs of (key, where its value comes from), keys as in the file ("level.node.latency").
     """
@@ -31,6 +34,8 @@ class Cluster:
     device: Device
     levels: tuple[Level, ...]
     host_memory_bytes: float | None = None
+    host_copy_bytes_per_s: float | None = None
+    host_step_bytes_per_s: float | None = None
     description: str = ""
     sources: tuple[tuple[str, str], ...] = ()
 

@@ -4,6 +4,8 @@
 
     name = "a800-8x-hdr"
     host_memory = "2 TB"                # optional: of one machine, that is of a `node` or an innermost level
+    host_copy = "25 GB/s"               # optional, measured: between a device and it, in each direction at once
+    host_step = "60 GB/s"               # optional, measured: of that memory, as optimizers of all its ranks reach it
     [device]
     name = "A800-SXM4-80GB"
     memory = "80 GB"
@@ -347,6 +349,8 @@ class _Cluster(_Table):
     name: Text
     description: str = ""
     host_memory_bytes: Bytes | None = Field(None, alias="host_memory")
+    host_copy_bytes_per_s: Bandwidth | None = Field(None, alias="host_copy")
+    host_step_bytes_per_s: Bandwidth | None = Field(None, alias="host_step")
     device: _Device
     levels: tuple[_Level, ...] = Field(
         alias="level", min_length=1, description="one [[level]] table per level, innermost first"
@@ -355,14 +359,8 @@ class _Cluster(_Table):
 
     @cached_property
     def made(self) -> Cluster:
-        return Cluster(
-            name=self.name,
-            description=self.description,
-            host_memory_bytes=self.host_memory_bytes,
-            device=self.device.made,
-            levels=tuple(level.made for level in self.levels),
-            sources=tuple(sorted(self.sources.items())),
-        )
+        own = {"device": self.device.made, "levels": tuple(level.made for level in self.levels)}
+        return Cluster(**{**dict(self), **own, "sources": tuple(sorted(self.sources.items()))})
 
     @classmethod
     def of(cls, value: Cluster) -> Any:

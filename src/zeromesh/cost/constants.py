@@ -13,7 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from zeromesh.cluster import LINK_KINDS
+from zeromesh.cluster import LINK_KINDS, Cluster
 from zeromesh.errors import InternalError
 
 
@@ -97,6 +97,12 @@ class Constants:
         if kind != name:
             return replace(self, link_share=dict(self.link_share) | {kind: value})
         return replace(self, **{name: value})  # type: ignore[arg-type]  # all others are floats
+
+    def on(self, cluster: Cluster) -> Constants:
+        """These with what was measured of the cluster's machines."""
+        copies, steps = cluster.host_copy_bytes_per_s, cluster.host_step_bytes_per_s
+        found = self if copies is None else replace(self, host_copy_bytes_per_s=copies)
+        return found if steps is None else replace(found, host_memory_bytes_per_s=steps)
 
     def share_of(self, kind: str) -> float:
         """Achieved share of nominal bandwidth over links of this kind."""

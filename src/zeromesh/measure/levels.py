@@ -72,7 +72,7 @@ class Found:
 
     Args:
         mesh: sizes by name, outermost first.
-        sources: who each comes from, by name.
+        sources: where each comes from, by name.
         missing: what could not be found, or was found and is no level, a sentence each.
     """
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeromesh.comm.host import HostArena
+from zeromesh.cost.constants import default_constants
 from zeromesh.files import machine_id, usable_cores
 from zeromesh.launch.device import device_name
 from zeromesh.launch.ranks import Ranks
@@ -19,6 +21,8 @@ from zeromesh.measure.setting import processor_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SAMPLE_S = 0.3
+_STEPPED = 8 << 20
+"""Elements of an optimizer's step: more than caches hold, with states and gradients."""
 
 
 def measure_machine(ranks: Ranks) -> dict[str, Any]:
@@ -37,6 +41,8 @@ def measure_machine(ranks: Ranks) -> dict[str, Any]:
         "memory_bytes": memory,
         "host_memory_bytes": _host_memory(),
         "memory_bytes_per_s": figure(copies),
+        "host_copy_bytes_per_s": figure(copies) / 2 if ranks.on_cpu else min(_host_copy_rates(ranks)),
+        "host_step_bytes_per_s": here * min(_host_step_rates(ranks, max(1, usable_cores() // here))),
         "peak_flops": {name: figure(each) for name, each in products.items()},
         "by_rank": {"copies": copies, **{f"{name} products": each for name, each in products.items()}},
         "cores": usable_cores() / here if ranks.on_cpu else None,
@@ -71,6 +77,36 @@ def _copy_rates(ranks: Ranks) -> list[float]:
     source = torch.ones(numel, device=ranks.device)
     target = torch.empty_like(source)
     return rates(lambda: target.copy_(source), 2 * source.nbytes, ranks)
+
+
+def _host_copy_rates(ranks: Ranks) -> list[float]:
+    """Bytes copied per second in each direction, up and down at once, between device and registered memory."""
+    num_bytes = 256 << 20
+    arena = HostArena(2 * num_bytes, ranks.device)
+    pairs = [(torch.empty(num_bytes, dtype=torch.uint8, device=ranks.device), arena.take(num_bytes, torch.uint8))]
+    pairs.append((arena.take(num_bytes, torch.uint8), torch.empty_like(pairs[0][0])))
+    streams = [torch.Stream(ranks.device) for _ in pairs]
+
+    def copy() -> None:
+        for stream, (target, source) in zip(streams, pairs, strict=True):
+            with stream:
+                target.copy_(source, non_blocking=True)
+        for stream in streams:
+            stream.synchronize()
+
+    return rates(copy, num_bytes, ranks)
+
+
+def _host_step_rates(ranks: Ranks, threads: int) -> list[float]:
+    """Bytes per second that an optimizer's step moves in the host's memory, by the cost model's count of them."""
+    param = torch.nn.Parameter(torch.zeros(_STEPPED, device="cpu"))
+    param.grad = torch.ones_like(param)
+    optimizer, before = torch.optim.AdamW([param], fused=True), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return rates(optimizer.step, default_constants().optimizer_bytes * _STEPPED, ranks)
+    finally:
+        torch.set_num_threads(before)
 
 
 def _product_rates(ranks: Ranks, dtype: torch.dtype) -> list[float]:

@@ -214,6 +214,8 @@ def _cluster(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any], mesh: Mesh,
         device=device,
         levels=tuple(made),
         host_memory_bytes=machine["host_memory_bytes"],
+        host_copy_bytes_per_s=machine["host_copy_bytes_per_s"],
+        host_step_bytes_per_s=machine["host_step_bytes_per_s"],
         sources=tuple(sorted(_sources(levels, raw).items())),
     )
 
@@ -244,6 +246,10 @@ def _sources(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any]) -> dict[str
     sources = {
         "device.memory": "the machine's, divided by its ranks" if raw["machine"]["cores"] else "the driver's",
         "host_memory": "the system's: all of one machine's",
+        "host_copy": "measured: copies on processors, half of memory_bandwidth"
+        if raw["machine"]["cores"]
+        else "measured: up and down at once, on all ranks at once",
+        "host_step": "measured: fused AdamW on all ranks at once, 30 bytes an element",
         "device.memory_bandwidth": "measured: a copy, read and write counted, on all ranks at once",
         "device.peak": "measured: the fastest of a few square products, on all ranks at once; not a data sheet's",
     }

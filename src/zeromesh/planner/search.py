@@ -220,7 +220,7 @@ def search(
         InputError: the batch does not divide, or `refuses` leaves no layout.
     """
     options = options or Options()
-    constants = constants or default_constants()
+    constants = (constants or default_constants()).on(cluster)
     mechanics = find_engine(engine)
     if options.max_simulations is None and not bounded(mechanics):
         raise InputError(

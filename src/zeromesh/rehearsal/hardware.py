@@ -41,7 +41,7 @@ class Hardware:
     @classmethod
     def of(cls, cluster: Cluster) -> Self:
         """With the shipped constants."""
-        constants = default_constants()
+        constants = default_constants().on(cluster)
         compute = ComputeModel(device=cluster.device, constants=constants)
         return cls(
             cluster=cluster,

@@ -171,8 +171,8 @@ class Setup:
         engine: str | Mechanics,
         constants: Constants | None,
     ) -> Setup:
-        mechanics, constants = find_engine(engine), constants or default_constants()
-        model, cluster = part.model, division.cluster
+        mechanics, model, cluster = find_engine(engine), part.model, division.cluster
+        constants = (constants or default_constants()).on(cluster)
         mechanics.check_products(model)
         asked = Strategy.parse(strategy, [name for name, _ in cluster.axes])
         _require_on_device(asked, mechanics, workload)

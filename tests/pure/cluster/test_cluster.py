@@ -209,6 +209,8 @@ def test_optional_keys_and_odd_text_are_read_back():
     odd = replace(
         cluster,
         host_memory_bytes=1.5e12,
+        host_copy_bytes_per_s=2.4e10,
+        host_step_bytes_per_s=1.5e11,
         description='say "hi"\\ in 2 lines\n',
         device=replace(
             cluster.device,

@@ -61,8 +61,8 @@ def test_shards_in_the_host_s_memory(strategy):
 @pytest.mark.parametrize("rate", [1e11, 3e12, 1e13])
 def test_the_step_on_the_host_is_hidden_under_the_next_forward(rate):
     """But for the unit of which most is left when the forward comes to it, with those stepped on before."""
-    constants = default_constants().at("host_memory_bytes_per_s", rate).at("host_copy_bytes_per_s", 1e16)
-    found = simulate(GPT2, A800.take(1), "host=1,node=0", work(2, world=1), constants=constants, record=True)
+    machine = replace(A800.take(1), host_step_bytes_per_s=rate, host_copy_bytes_per_s=1e16)
+    found = simulate(GPT2, machine, "host=1,node=0", work(2, world=1), record=True)
     assert found.trace is not None
     seconds = {name: defaultdict[str | None, float](float) for name in ("step", "forward")}
     for event in found.trace.events:
