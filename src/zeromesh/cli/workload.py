@@ -43,7 +43,7 @@ def _tokens(text: str) -> int:
 
 _count = functools.partial(_batch, parser=_tokens, metavar="INTEGER")
 Json = Annotated[bool, _output("--json", help="Print JSON.")]
-EMIT = "Print a configuration: fsdp2, deepspeed, megatron-fsdp or torchtitan."
+EMIT = "Print a configuration: fsdp2, deepspeed, megatron-lm, megatron-fsdp or torchtitan."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,8 @@ whose parts are (stage, ranks), innermost first:
 - DeepSpeed: one stage for all ranks; ZeRO++'s hpZ (3 inside, 3k outside), qwZ and qgZ. Optimizer states are offloaded
   with the gradients that are sharded like them (host=1 with 1, host=2 with 2 and 3), parameters beside both (host=3
   with 3).
+- Megatron-LM: its distributed optimizer (1) inside, replicas outside, beside tp, cp, pp and ep. It offloads a share of
+  the optimizer's states (host[35%]=1).
 - Megatron-FSDP: one stage inside; outside it replicas or the optimizer's states alone.
 - torchtitan: FSDP2's, cp inside its shards, beside tp, pp and ep; the others shard over data-parallel ranks alone.
 
@@ -181,7 +183,7 @@ def emit_megatron_fsdp(plan: Plan, model: ModelSpec) -> str:
     parts = _parts("Megatron-FSDP", plan, layout)
     (stage, shards), rest = parts[0], parts[1:]
     if plan.strategy.hosted:
-        _refuse("Megatron-FSDP", plan, "shards in the host's memory: Megatron-LM has an offload, this package has none")
+        _refuse("Megatron-FSDP", plan, "shards in the host's memory: Megatron-LM has an offload (megatron-lm)")
     if stage not in ("0", "1", "2", "3"):
         _refuse("Megatron-FSDP", plan, f"stage {stage}: it neither keeps gathered parameters nor defers reductions")
     if len(rest) > 1:
@@ -198,6 +200,55 @@ def emit_megatron_fsdp(plan: Plan, model: ModelSpec) -> str:
         stage=int(stage),
         outer_stage=int(outer[0]),
     )
+
+
+def emit_megatron_lm(plan: Plan, model: ModelSpec) -> str:
+    """Arguments of Megatron-LM's pretraining scripts, under comments on what differs.
+
+    Raises:
+        InputError: Megatron-LM cannot express the strategy; names the part.
+    """
+    engine, parallel, layout = "Megatron-LM", plan.parallel or WHOLE, Layout.of(plan.strategy, plan.mesh)
+    plan = _in_one_dtype(engine, plan, layout)
+    (stage, shards), *rest = _parts(engine, plan, layout, cut=True, shared=True)
+    replicas = rest[0][1] if rest else 1
+    if stage not in ("0", "1") or len(rest) > 1 or any(outer != "0" for outer, _ in rest):
+        _refuse(
+            engine, plan, f"stages {', '.join(s for s, _ in [(stage, shards), *rest])}: 0 or 1 inside, 0 outside of 1"
+        )
+    if (host := plan.strategy.host.value) not in ("0", stage):
+        _refuse(engine, plan, f"{HOST}={host} with stage {stage}: its offload is {HOST}=1 with 1")
+    if parallel.pp_schedule not in ("1f1b", "interleaved"):
+        _refuse(engine, plan, f"the schedule {parallel.pp_schedule}: 1f1b or interleaved")
+    stages = parallel.pp * parallel.pp_chunks
+    if model.num_layers % stages:
+        _refuse(engine, plan, f"{model.num_layers} layers over {stages} stages, which do not divide them")
+    ranks = layout.world // parallel.cp
+    found: dict[str, object] = {
+        "tensor-model-parallel-size": parallel.tp,
+        "context-parallel-size": parallel.cp,
+        "pipeline-model-parallel-size": parallel.pp,
+        "num-layers-per-virtual-pipeline-stage": model.num_layers // stages if parallel.pp_chunks > 1 else None,
+        "expert-model-parallel-size": parallel.ep,
+        "sequence-parallel": parallel.tp > 1 and parallel.sequence_parallel,
+        "micro-batch-size": plan.micro_batch,
+        "global-batch-size": plan.micro_batch * plan.micro_batches * ranks,
+        "seq-length": plan.seq_len,
+        _computed_in(plan): _computed_in(plan) != "fp32",
+        "accumulate-allreduce-grads-in-fp32": _computed_in(plan) != "fp32" and plan.grad_dtype in (None, "fp32"),
+        "use-distributed-optimizer": stage == "1",
+        "num-distributed-optimizer-instances": replicas if stage == "1" and replicas > 1 else None,
+        "optimizer-cpu-offload": host != "0",
+        "optimizer-offload-fraction": plan.strategy.percent / 100 if host != "0" else None,
+        "use-precision-aware-optimizer": host != "0",
+        "recompute-granularity": plan.recompute if plan.recompute != "none" else None,
+        "recompute-method": "uniform" if plan.recompute == "full" else None,
+        "recompute-num-layers": 1 if plan.recompute == "full" else None,
+    }
+    given = {name: value for name, value in found.items() if value is not None and value is not False}
+    sums, sent = plan.grad_dtype or "fp32", plan.reduce_dtype or _computed_in(plan)
+    differs = f"# Gradients are sent in {sums}, as they are summed; the plan has {sent}.\n" if sums != sent else ""
+    return differs + "\n".join(f"--{name}" + ("" if value is True else f" {value}") for name, value in given.items())
 
 
 _TITAN_SCHEDULES = {
@@ -254,6 +305,7 @@ def emit_torchtitan(plan: Plan, model: ModelSpec) -> str:
 EMITTERS: dict[str, Callable[[Plan, ModelSpec], str]] = {
     "fsdp2": emit_fsdp2,
     "deepspeed": emit_deepspeed,
+    "megatron-lm": emit_megatron_lm,
     "megatron-fsdp": emit_megatron_fsdp,
     "torchtitan": emit_torchtitan,
 }
@@ -263,9 +315,11 @@ ENGINES = {"fsdp": "fsdp2", "deepspeed": "deepspeed"}
 """By simulated engine, the emitter that says what it can run."""
 
 
-def _parts(engine: str, plan: Plan, layout: Layout, *, alone: str = "0", cut: bool = False) -> Parts:
-    """Neighbouring axes of one stage together, innermost first; axes of one rank left out. Refuses options, and models
-    that are cut beside them unless `cut`. A single rank has the stage `alone`."""
+def _parts(
+    engine: str, plan: Plan, layout: Layout, *, alone: str = "0", cut: bool = False, shared: bool = False
+) -> Parts:
+    """Neighbouring axes of one stage together, innermost first; axes of one rank left out. Refuses options, models that
+    are cut beside them unless `cut`, and shares of the host unless `shared`. A single rank has the stage `alone`."""
     if plan.parallel is not None and not cut:
         _refuse(
             engine, plan, f"{plan.parallel}: what is emitted shards over data-parallel ranks alone (see torchtitan)"
@@ -274,7 +328,7 @@ def _parts(engine: str, plan: Plan, layout: Layout, *, alone: str = "0", cut: bo
     if plan.strategy != default:
         options = str(plan.strategy).partition(";")[2]
         _refuse(engine, plan, f"the option {options}: its own are other ones")
-    if plan.strategy.percent < 100:
+    if plan.strategy.percent < 100 and not shared:
         _refuse(engine, plan, f"{HOST}[{plan.strategy.percent}%]: its offload is for all tensors")
     axes = [axis for axis in layout.axes if axis.size > 1]
     parts = [(stage, layout.degree(list(same))) for stage, same in groupby(axes, key=lambda axis: axis.stage.value)]

@@ -104,6 +104,10 @@ INNER = "stage 1 over 4 ranks outside a group of stage 3"
         ("fsdp2", "node=3,cluster=0@/fp32", {}, "gradient wires bf16, fp32"),
         ("fsdp2", "node=3,cluster[2]=3k,cluster[2]=0", {}, "stage 3k over 2 ranks outside a group of stage 3"),
         ("fsdp2", "node=3,cluster=3", {"grad_dtype": "bf16"}, "cannot express bf16 gradient shards: it accumulates in"),
+        ("megatron-lm", "node=3,cluster=0", {}, "stages 3, 0: 0 or 1 inside, 0 outside of 1"),
+        ("megatron-lm", "node=1@/bf16,cluster=0@/fp32", {}, "gradient wires bf16, fp32"),
+        ("megatron-lm", "host=2,node=1,cluster=1", {}, "host=2 with stage 1: its offload is host=1 with 1"),
+        ("megatron-lm", "host[35%]=3,node=3,cluster=3", {}, "cannot express stages 3"),
         ("megatron-fsdp", "node=3,cluster=3k", {}, "stage 3k outside a group of stage 3: only 0, or 1 outside 3"),
         ("megatron-fsdp", "node=3k,cluster=3k", {}, "stage 3k: it neither keeps"),
         ("megatron-fsdp", "node=2,cluster=1", {}, "stage 1 outside a group of stage 2"),
@@ -123,8 +127,11 @@ INNER = "stage 1 over 4 ranks outside a group of stage 3"
         ("fsdp2", "host=3,node=3,cluster=0", {}, r"host=3 beside replicas: .*pytorch/pytorch#180665"),
         ("torchtitan", "host=2,node=3,cluster=3", {}, "torchtitan cannot express host=2 with stage 3"),
         ("megatron-fsdp", "host=1,node=1,cluster=1", {}, "shards in the host's memory: Megatron-LM has an offload"),
-        *((engine, "host[35%]=3,node=3,cluster=3", {}, r"cannot express (host\[35%\]|shards)") for engine in EMITTERS),
-        *((engine, "node=3,cluster=3h", {}, "cannot express (stage 3h|shards in the host)") for engine in EMITTERS),
+        *(
+            (engine, "host[35%]=3,node=3,cluster=3", {}, r"cannot express (host\[35%\]|shards|stages 3)")
+            for engine in EMITTERS
+        ),
+        *((engine, "node=3,cluster=3h", {}, "cannot express (stages? 3|shards in the host)") for engine in EMITTERS),
         *(
             (engine, f"node=3,cluster=3;{option}", {}, f"cannot express the option {option}")
             for engine in EMITTERS
@@ -163,6 +170,38 @@ def test_what_is_sharded_is_offloaded(strategy: str) -> None:
     parallel = Parallel(pp=2) if "3d" in strategy else None  # where it reduces once a step
     text = EMITTERS["torchtitan"](a_plan(strategy, parallel=parallel), preset("llama-7b"))
     assert ("enable_cpu_offload = true" in text) == ("host" in strategy)
+
+
+def test_arguments_of_megatron_lm() -> None:
+    parallel = Parallel(tp=2, pp=2, pp_chunks=2, pp_schedule="interleaved")
+    plan = a_plan("host[35%]=1,node=1,cluster=0", parallel=parallel, recompute="full")
+    text = EMITTERS["megatron-lm"](plan, preset("llama-7b"))
+    comment, *lines = text.splitlines()
+    assert comment == "# Gradients are sent in fp32, as they are summed; the plan has bf16."
+    given = dict(line.removeprefix("--").partition(" ")[::2] for line in lines)
+    assert given == {
+        "tensor-model-parallel-size": "2",
+        "context-parallel-size": "1",
+        "pipeline-model-parallel-size": "2",
+        "num-layers-per-virtual-pipeline-stage": "8",
+        "expert-model-parallel-size": "1",
+        "sequence-parallel": "",
+        "micro-batch-size": str(plan.micro_batch),
+        "global-batch-size": str(plan.micro_batch * plan.micro_batches * 32),
+        "seq-length": str(plan.seq_len),
+        "bf16": "",
+        "accumulate-allreduce-grads-in-fp32": "",
+        "use-distributed-optimizer": "",
+        "num-distributed-optimizer-instances": "4",
+        "optimizer-cpu-offload": "",
+        "optimizer-offload-fraction": "0.35",
+        "use-precision-aware-optimizer": "",
+        "recompute-granularity": "full",
+        "recompute-method": "uniform",
+        "recompute-num-layers": "1",
+    }
+    plain = EMITTERS["megatron-lm"](a_plan("node=0,cluster=0", grad_dtype="bf16"), preset("llama-7b"))
+    assert plain.startswith("--") and "distributed-optimizer" not in plain and "fp32" not in plain
 
 
 @pytest.mark.parametrize("emit", [emit_fsdp2, emit_megatron_fsdp])
