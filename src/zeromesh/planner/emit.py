@@ -210,25 +210,24 @@ def emit_megatron_lm(plan: Plan, model: ModelSpec) -> str:
     """
     engine, parallel, layout = "Megatron-LM", plan.parallel or WHOLE, Layout.of(plan.strategy, plan.mesh)
     plan = _in_one_dtype(engine, plan, layout)
-    (stage, shards), *rest = _parts(engine, plan, layout, cut=True, shared=True)
+    (stage, _), *rest = _parts(engine, plan, layout, cut=True, shared=True)
     replicas = rest[0][1] if rest else 1
     if stage not in ("0", "1") or len(rest) > 1 or any(outer != "0" for outer, _ in rest):
-        _refuse(
-            engine, plan, f"stages {', '.join(s for s, _ in [(stage, shards), *rest])}: 0 or 1 inside, 0 outside of 1"
-        )
+        stages = ", ".join([stage, *(outer for outer, _ in rest)])
+        _refuse(engine, plan, f"stages {stages}: 0 or 1 inside, 0 outside of 1")
     if (host := plan.strategy.host.value) not in ("0", stage):
         _refuse(engine, plan, f"{HOST}={host} with stage {stage}: its offload is {HOST}=1 with 1")
     if parallel.pp_schedule not in ("1f1b", "interleaved"):
         _refuse(engine, plan, f"the schedule {parallel.pp_schedule}: 1f1b or interleaved")
-    stages = parallel.pp * parallel.pp_chunks
-    if model.num_layers % stages:
-        _refuse(engine, plan, f"{model.num_layers} layers over {stages} stages, which do not divide them")
+    cuts = parallel.pp * parallel.pp_chunks
+    if model.num_layers % cuts:
+        _refuse(engine, plan, f"{model.num_layers} layers over {cuts} stages, which do not divide them")
     ranks = layout.world // parallel.cp
     found: dict[str, object] = {
         "tensor-model-parallel-size": parallel.tp,
         "context-parallel-size": parallel.cp,
         "pipeline-model-parallel-size": parallel.pp,
-        "num-layers-per-virtual-pipeline-stage": model.num_layers // stages if parallel.pp_chunks > 1 else None,
+        "num-layers-per-virtual-pipeline-stage": model.num_layers // cuts if parallel.pp_chunks > 1 else None,
         "expert-model-parallel-size": parallel.ep,
         "sequence-parallel": parallel.tp > 1 and parallel.sequence_parallel,
         "micro-batch-size": plan.micro_batch,
