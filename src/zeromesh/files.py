@@ -138,8 +138,13 @@ def _name(mode: int) -> str:
 
 
 def usable_cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many processor cores this process may use."""
+    return len(core_numbers())
+
+
+def core_numbers() -> tuple[int, ...]:
+    """The processor cores that this process may use, of all of its machine's."""
+    return tuple(sorted(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)))
 
 
 def machine_id() -> str:

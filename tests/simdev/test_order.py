@@ -241,21 +241,28 @@ def test_a_fault_is_found(wait):
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy"), [("up", "host=1,node=3,cluster=1"), ("refresh", "host=3,node=3,cluster=2")]
+    ("kind", "strategy", "precision"),
+    [
+        ("up", "host=1,node=3,cluster=1", "fp64"),
+        ("refresh", "host=3,node=3,cluster=2", "fp64"),
+        ("refresh", "host=3,node=3h,cluster=1", "bf16"),
+    ],
 )
 @alone()
-def test_masters_are_changed_once_their_copies_have_left(kind, strategy):
-    """A copy up reads them; parameters that come down are written over those masters that lie inside them."""
+def test_masters_are_changed_once_their_copies_have_left(kind, strategy, precision):
+    """A copy up reads them; parameters that come down are written over masters inside them, and over the next cast."""
     simdev.counting_group(0, 4)
+    case = replace(CASE, precision=precision, optimizer="adamw", micro_batches=1)
 
     def change() -> simdev.Checker:
-        with simdev.Checker() as checker, sharded(strategy, CASE, mesh_of(2, 2, device="simdev")) as (model, optimizer):
-            backward(model, CASE, 0)
+        with simdev.Checker() as checker, sharded(strategy, case, mesh_of(2, 2, device="simdev")) as (model, optimizer):
+            backward(model, case, 0)
             optimizer.step()
             zm.refresh(model)
             with torch.no_grad():
                 for param in model.parameters():
                     param.add_(1)
+            zm.refresh(model)
         return checker
 
     assert not change().races

@@ -263,8 +263,9 @@ class DeviceBackend:
         self.chains: Sequence[UnitChains] = [self._bind(unit) for unit in units]
         self.device, self.registered, self.away = device, registered, False
         self._parked: object = None  # the slices' control, while they lie elsewhere
-        # Parameters that come down onto masters inside them.
-        self._rewrites = any(b.master_in_params and b.placed.routes["refresh"].down for u in units for b in u.buffers)
+        refreshed = [b.master_in_params for u in units for b in u.buffers if b.placed.routes["refresh"].down]
+        self._landing: tuple[LaneKind, ...] = (*COPIES, "refresh") if refreshed else COPIES
+        self._rewrites = any(refreshed)  # parameters come down onto masters inside them
         self._steps: dict[int, Ticket] = {}  # on the host, of units, since somebody has last waited for all
 
     def _bind(self, unit: UnitShards) -> UnitChains:
@@ -359,8 +360,7 @@ class DeviceBackend:
 
     def land(self) -> None:
         """The host comes after the copies that were waited for: it is about to use its own memory."""
-        kinds: tuple[LaneKind, ...] = (*COPIES, "refresh") if self._rewrites else COPIES
-        for kind in kinds:
+        for kind in self._landing:
             if kind in self.lanes:
                 self.lanes[kind].synchronize()
 

@@ -29,7 +29,7 @@ from zeromesh.engine.parts import Home, buffers_apart, require_divided
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit, parts_of_root
 from zeromesh.errors import MeshError, ModelError
-from zeromesh.files import available_memory_bytes, machine_id, usable_cores
+from zeromesh.files import available_memory_bytes, core_numbers, machine_id
 from zeromesh.modules import clean_name
 from zeromesh.schedule import ITEM_BYTES, LANES, Schedule, lent_axes
 from zeromesh.schedule.buffer_layout import slot_bytes
@@ -197,8 +197,9 @@ def take_host_memory(
     """
     from zeromesh.comm.host import HostArena, HostLink, own_memory  # of host=
 
-    found = control.gather((machine_id(), wanted))
-    here = [taken for machine, taken in found if machine == machine_id()]
+    found = control.gather((machine_id(), core_numbers(), wanted))
+    here = [taken for machine, _, taken in found if machine == machine_id()]
+    sharing = [machine for machine, cores, _ in found if (machine, cores) == (machine_id(), core_numbers())]
 
     def allocate() -> HostLink:
         free = available_memory_bytes() if own_memory(device) is None else None
@@ -209,7 +210,7 @@ def take_host_memory(
             )
         return HostLink(HOST, HostArena(max(1, wanted), device))
 
-    return control.together(allocate, call=call), usable_cores() // len(here)
+    return control.together(allocate, call=call), len(core_numbers()) // len(sharing)
 
 
 def _groups_of(homes: Mapping[str, Home], *, register: bool) -> dict[str, AxisGroup]:

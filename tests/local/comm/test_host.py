@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from zeromesh.comm.host import HostArena
+from zeromesh.comm.host import HostArena, prefer_node
 from zeromesh.errors import CommunicationError
 
 
 def test_an_arena_is_registered_as_long_as_it_lives_and_its_parts_outlive_it():
     cuda = mock.Mock()
     cuda.cudaHostRegister.return_value = 0
-    with mock.patch("zeromesh.comm.host._cudart", lambda: cuda):
+    with mock.patch("zeromesh.comm.host._cudart", lambda: cuda), mock.patch("zeromesh.comm.host._node_of", lambda _: 0):
         arena = HostArena(48, torch.device("cuda"))
         first, second = arena.take(32, torch.float32), arena.take(16, torch.bfloat16)
         cuda.cudaHostRegister.assert_called_once_with(first.data_ptr(), 48, 0)
@@ -31,10 +32,19 @@ def test_an_arena_is_registered_as_long_as_it_lives_and_its_parts_outlive_it():
 def test_an_arena_in_chunks_is_registered_chunk_by_chunk():
     cuda = mock.Mock()
     cuda.cudaHostRegister.return_value = 0
-    with mock.patch("zeromesh.comm.host._cudart", lambda: cuda):
+    with mock.patch("zeromesh.comm.host._cudart", lambda: cuda), mock.patch("zeromesh.comm.host._node_of", lambda _: 0):
         arena = HostArena(80, torch.device("cuda"), chunk_bytes=32)
         begin = arena.memory.data_ptr()
         parts = [(begin, 32), (begin + 32, 32), (begin + 64, 16)]
         assert cuda.cudaHostRegister.call_args_list == [mock.call(*part, 0) for part in parts]
         del arena
         assert sorted(call.args[0] for call in cuda.cudaHostUnregister.call_args_list) == [at for at, _ in parts]
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="a kernel without NUMA nodes")
+def test_memory_prefers_a_node():
+    arena = HostArena(1 << 20, torch.device("cpu"))
+    prefer_node(arena.memory, 0)
+    address = f"{arena.memory.data_ptr():08x} "
+    (line,) = [each for each in Path("/proc/self/numa_maps").read_text().splitlines() if each.startswith(address)]
+    assert line.split()[1].startswith("prefer")
