@@ -45,6 +45,30 @@ def test_what_is_parked_on_the_host_comes_back():
 
 
 @on_devices(4)
+def test_what_lies_on_the_host_is_saved_and_loaded(tmp_path):
+    """In the background, while steps on the host change it: to the bit, and nothing races."""
+    layouts = "host=1,node=3,cluster=1", "node=3,cluster=1", "host=3,node=3,cluster=2"
+    with simdev.Checker() as checker:
+        model, optimizer = make(MESH, layouts[0], device="simdev")
+        train(model, optimizer, 2)
+        for number, layout in enumerate(layouts[1:]):
+            directory = tmp_path / str(number)
+            with Checkpoints(directory, model, optimizer) as checkpoints:
+                checkpoints.save(2)
+                wanted = zm.full_state_dict(model)
+                train(model, optimizer, 1, first=2)
+            other, again = make(MESH, layout, seed=1, device="simdev")
+            with Checkpoints(directory, other, again) as checkpoints:
+                checkpoints.load("auto")
+            got = zm.full_state_dict(other)
+            shared = [name for name in wanted if not name.startswith("norm.running")]  # which each rank has its own of
+            assert wanted.keys() == got.keys()
+            assert all(torch.equal(got[name], wanted[name]) for name in shared)
+            model, optimizer = other, again
+    require_clean(checker, "saving what lies on the host")
+
+
+@on_devices(4)
 def test_what_is_saved_loads_under_another_strategy(tmp_path):
     """By `zm.Checkpoints`, and the state dict by torch's own: to the bit, and training goes on as it would have."""
     with simdev.Checker() as checker:
