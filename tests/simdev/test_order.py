@@ -178,12 +178,13 @@ def test_recomputation():
                 require_ordered(strategy, CASE)
 
 
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "host=1,node=3,cluster=1", "host[50%]=2,node=2,cluster=1"])
 @alone()
-def test_a_scaler():
+def test_a_scaler(strategy):
     simdev.counting_group(0, 4)
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)))
+    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)]
     with simdev.Checker() as checker:
-        model = zm.shard(model, mesh_of(2, 2, device="simdev"), "node=3,cluster=1")
+        model = zm.shard(torch.nn.Sequential(*blocks), mesh_of(2, 2, device="simdev"), strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         scaler = torch.amp.GradScaler("simdev", init_scale=8.0)
         for _ in range(3):

@@ -685,6 +685,8 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     """A step is skipped by all ranks or by none: each rank has looked at its slices only."""
+    if args[2].device.type == "cpu" and args[2].is_pinned():  # GradScaler copies its scale there and does not wait
+        torch.accelerator.current_stream().synchronize()
     func(*args, **kwargs)
     agreements = (tensor.elements.agree_max for tensor in args[0] if isinstance(tensor, Slice))
     for agree in dict.fromkeys(each for each in agreements if each is not None):

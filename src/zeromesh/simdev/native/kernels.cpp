@@ -398,7 +398,9 @@ bool passes_over(const c10::FunctionSchema& schema) {
   static const std::set<std::string> names{
       "aten::empty_like", "aten::zeros_like", "aten::ones_like",  "aten::new_empty", "aten::new_empty_strided",
       "aten::new_zeros",  "aten::is_pinned",  "aten::set_", "aten::resize_"};
-  return is_view(schema) || schema.returns().empty() || names.count(schema.name()) != 0;
+  bool asks = schema.returns().empty();  // of tensors it changes none either
+  for (const auto& argument : schema.arguments()) asks = asks && !writes(argument);
+  return asks || is_view(schema) || names.count(schema.name()) != 0;
 }
 
 // The host's operators on memory that the device copies from and to. What involves the device reports itself.
