@@ -36,6 +36,20 @@ def test_every_mix_on_two_axes(strategy):
         check(strategy, CASE, 2, 2)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("host=1,node=3,cluster=1", "host=2,node=1,cluster=0", "host=3,node=3,cluster=2", "host=3d,node=3,cluster=3h"),
+        *("host=3,node=3,cluster=3", "host[50%]=1,node=3,cluster=3", "node=3,cluster=3h"),
+    ],
+)
+@on_ranks(4, timeout_s=CALL_S)
+def test_shards_in_the_host_s_memory(strategy):
+    with delays(2, device="cuda"):
+        check(strategy, replace(CASE, evaluate=True), 2, 2)
+        check(strategy, replace(CASE, precision="bf16", optimizer="adamw", clip=0.5), 2, 2)
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(4, timeout_s=CALL_S)

@@ -229,7 +229,8 @@ def _work(ranks: Ranks, mesh: Mesh, steps: int, found: dict[str, Any]) -> Iterat
 
     layouts = strategies(mesh)
     yield "environment", lambda: found.update(environment=environment(ranks, mesh))
-    for title, strategy in layouts.items():
+    on_host = {f"all 3, {stage} on the host": f"host={stage},{layouts['all 3']}" for stage in ("1", "2", "3")}
+    for title, strategy in (layouts | on_host).items():
         for name, look in _exact(ranks, title, strategy):
             yield name, partial(_judge, name, look, found["checks"])
     timed = SHARE not in os.environ  # ranks that share a device wait for each other
@@ -357,8 +358,9 @@ def _accounts(training: Any) -> tuple[bool, str]:
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     pairs = [(mean, line.predicted_bytes) for mean, line in zip(means, lines, strict=True)]
     sent_off = max((abs(mean - predicted) / max(predicted, 1) for mean, predicted in pairs), default=0.0)
-    found = ", ".join(f"{line.axis} {mean:.0f}" for mean, line in zip(means, lines, strict=True))
-    detail = f"sent {found}: {sent_off:.2%} off; held {memory[-1].allocated_bytes}: {int(worst)} bytes off"
+    found = ", ".join(f"{line.label} {mean:.0f}" for mean, line in zip(means, lines, strict=True))
+    held = sum(line.allocated_bytes for line in memory if line.kind == "total")
+    detail = f"sent {found}: {sent_off:.2%} off; held {held}: {int(worst)} bytes off"
     return sent_off <= 0.02 and float(worst) == 0, detail
 
 
