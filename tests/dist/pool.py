@@ -304,7 +304,7 @@ def _share_gloos_thread() -> None:
     options = ProcessGroupGloo._Options
     devices = [ProcessGroupGloo.create_device(interface="lo")]
 
-    def make(self: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def make(self: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: timedelta, **_: object) -> None:
         chosen = options()
         chosen._devices, chosen._timeout = devices, timeout
         made(self, store, rank, size, chosen)
