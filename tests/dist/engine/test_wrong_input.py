@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeromesh as zm
 from tests.dist.engine.reference import Case, backward, batch, loss_of, mesh_of
-from tests.dist.features.parity import net as plain_net
+from tests.dist.parity import net as plain_net
 from tests.dist.pool import kept, on_ranks
 from zeromesh.errors import (
     ClusterError,

@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
-from tests.dist.features.parity import same_params, sgd
 from tests.dist.features.test_misuse import STAGES, WIDTH, inputs, sharded
+from tests.dist.parity import same_params, sgd
 from tests.dist.pool import on_ranks
 from zeromesh.errors import ModelError, OptimizerError
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeromesh as zm
-from tests.dist.features.parity import (
+from tests.dist.parity import (
     DEFERRED,
     Block,
     Pair,

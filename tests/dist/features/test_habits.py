@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
-from tests.dist.features.parity import Block, Part, check, local_part, mean_square, net, sgd, vectors
 from tests.dist.features.test_misuse import WIDTH, chain, inputs, mesh, same_grads, sharded
+from tests.dist.parity import Block, Part, check, local_part, mean_square, net, sgd, vectors
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.param import Slice

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dist.features.parity import check, tokens
 from tests.dist.hugging import SMALL, VOCABULARY
+from tests.dist.parity import check, tokens
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 

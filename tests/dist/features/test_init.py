@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zeromesh as zm
-from tests.dist.features.parity import (
+from tests.dist.parity import (
     Net,
     Pair,
     close,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
-from tests.dist.features.parity import BOUND, Part, Unit, close, local_part, sgd
+from tests.dist.parity import BOUND, Part, Unit, close, local_part, sgd
 from tests.dist.pool import kept, on_ranks
 from zeromesh.errors import ModelError
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 import zeromesh as zm
-from tests.dist.features.parity import DEFERRED, ONE_AXIS, STRATEGIES, Pair, check, close, net
+from tests.dist.parity import DEFERRED, ONE_AXIS, STRATEGIES, Pair, check, close, net
 from tests.dist.pool import on_ranks
 from zeromesh.engine.optim import ELEMENTWISE
 

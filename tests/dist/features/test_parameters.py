@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeromesh as zm
-from tests.dist.features.parity import (
+from tests.dist.parity import (
     DEFERRED,
     ONE_AXIS,
     Block,

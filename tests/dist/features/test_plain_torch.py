@@ -21,18 +21,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
-from tests.dist.features.parity import (
-    Pair,
-    Part,
-    Unit,
-    check,
-    close,
-    local_part,
-    mean_square,
-    same_params,
-    sgd,
-    vectors,
-)
 from tests.dist.features.test_misuse import (
     STAGES,
     WIDTH,
@@ -44,6 +32,18 @@ from tests.dist.features.test_misuse import (
     mesh,
     same_grads,
     sharded,
+)
+from tests.dist.parity import (
+    Pair,
+    Part,
+    Unit,
+    check,
+    close,
+    local_part,
+    mean_square,
+    same_params,
+    sgd,
+    vectors,
 )
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.engine.api import engine_of

@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
-from tests.dist.features.parity import (
+from tests.dist.parity import (
     DEFERRED,
     STRATEGIES,
     Pair,

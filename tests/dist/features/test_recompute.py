@@ -20,7 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import zeromesh as zm
-from tests.dist.features.parity import (
+from tests.dist.parity import (
     ONE_AXIS,
     Block,
     Net,

@@ -14,7 +14,6 @@ from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import zeromesh as zm
-from tests.dist.features.parity import close, same_params
 from tests.dist.owners.optimizers import LAMB
 from tests.dist.owners.test_parity import (
     KINDS,
@@ -29,6 +28,7 @@ from tests.dist.owners.test_parity import (
     owned_kind,
     shard,
 )
+from tests.dist.parity import close, same_params
 from tests.dist.pool import Pool, told_by_first
 from zeromesh.errors import CheckpointError
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
-from tests.dist.features.parity import close, same_params, same_state, sharded_params
 from tests.dist.owners.optimizers import LAMB, SOAP, EightBits, Orthogonal
+from tests.dist.parity import close, same_params, same_state, sharded_params
 from tests.dist.pool import kept, on_ranks, told_by_first
 from zeromesh.engine.optim import WHOLE, stored
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn, optim
 
 import zeromesh as zm
-from tests.dist.features.parity import close, same_params, sharded_params
 from tests.dist.owners.optimizers import LAMB, SOAP, EightBits
 from tests.dist.owners.test_parity import MICRO_BATCHES, backward, backward_plainly, groups_of, loss_of, net, shard
+from tests.dist.parity import close, same_params, sharded_params
 from tests.dist.pool import on_ranks
 from zeromesh.comm.transport import Native
 from zeromesh.engine.api import engine_of

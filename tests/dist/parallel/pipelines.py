@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import zeromesh as zm
-from tests.dist.features.parity import Block, Net, adamw, close, net, sharded_params, share_grads
-from tests.dist.parallel.tensor import own_part
-from tests.dist.pool import kept, told_by_first
+from tests.dist.parity import BOUND, Block, Net, Pair, adamw, net
+from tests.dist.pool import kept
 
 MICROS = 4
 BLOCKS = 8
@@ -147,51 +146,32 @@ def staged(
     return Staged(models, schedule, make([p for m in models for p in m.parameters()]))
 
 
+def pair_of(plain: Net, ours: Staged) -> Pair:
+    """The stages beside a plain model that has all of them."""
+
+    def run(step: int) -> None:
+        losses, micros = ours.step(batch(step, pair.own)), batch(step, pair.own).chunk(MICROS)
+        with torch.no_grad():
+            expected = [mean_loss(plain, micro) for micro in micros]
+        assert not losses or torch.allclose(torch.stack(losses), torch.stack(expected), rtol=BOUND, atol=BOUND)
+
+    pair = Pair(
+        base=plain,
+        model=ours.models,
+        loss_of=mean_loss,
+        data_of=lambda step, micro, place: batch(step, place).chunk(MICROS)[micro],
+        micro_batches=MICROS,
+        run=run,
+        clip=CLIP,
+    )
+    return pair
+
+
+def mean_loss(model: nn.Module, micro: Tensor) -> Tensor:
+    return loss_of(model(micro), micro.roll(1, 1))
+
+
 def parity(name: str, strategy: str, world: int, *, steps: int = 2, tp: int = 1, **options: Any) -> None:
     """Gradients, joint norms, parameters and optimizer states are those of plain training on all places' data."""
-    mesh, places = mesh_of(world, tp), world // tp // 2
-    own = mesh.get_local_rank("node") + 2 * mesh.get_local_rank("cluster")
     plain = net(num_blocks=BLOCKS)
-    ours, optimizer = staged(plain, name, strategy, mesh, **options), adamw(plain.parameters())
-    for step in range(steps):
-        losses = ours.step(batch(step, own))
-        expected = told_by_first(plain_losses, plain, step, places)
-        share_grads(plain)
-        if losses:
-            close(torch.stack(losses), torch.stack(expected).chunk(places)[own], "losses")
-        compare_grads(ours.models, plain)
-        close(zm.clip_grad_norm_(ours.models, CLIP), nn.utils.clip_grad_norm_(plain.parameters(), CLIP), "norm")
-        for each in (ours.optimizer, optimizer):
-            each.step()
-            each.zero_grad()
-        compare_params(ours, plain, optimizer)
-
-
-def plain_losses(plain: nn.Module, step: int, places: int) -> list[Tensor]:
-    """Losses of the micro-batches of all places, after their backwards."""
-    found = []
-    for place in range(places):
-        for micro in batch(step, place).chunk(MICROS):
-            loss = loss_of(plain(micro), micro.roll(1, 1))
-            (loss / (MICROS * places)).backward()
-            found.append(loss.detach())
-    return found
-
-
-def compare_grads(models: Sequence[nn.Module], plain: nn.Module) -> None:
-    grads = {name: param.grad for name, param in plain.named_parameters()}
-    for model in models:
-        for name, param in sharded_params(model).items():
-            found: Any = param.grad
-            close(found.local, own_part(param, grads[name]), f"gradient of {name}")
-
-
-def compare_params(ours: Staged, plain: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Of all stages here, and of the optimizer's states."""
-    params = dict(plain.named_parameters())
-    for model in ours.models:
-        for name, param in sharded_params(model).items():
-            close(param.local, own_part(param, params[name]), name)
-            for key, value in optimizer.state[params[name]].items():
-                expected = value if key == "step" else own_part(param, value)
-                close(ours.optimizer.state[param][key], expected, f"{key} of {name}")
+    pair_of(plain, staged(plain, name, strategy, mesh_of(world, tp), **options)).train(steps=steps)

@@ -1,19 +1,16 @@
 """A small model under tensor parallelism and a strategy, against plain training of it in one process.
 
 `check(strategy, plan)` runs on every rank of a pool: the ranks of one line of the axis `tp` are given the same tokens,
-all others different ones. It compares norms, and each rank's slices of gradients, parameters and optimizer states with
-what plain training in fp64 has at the same elements.
+all others different ones (`tests.dist.parity`).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -26,13 +23,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zeromesh as zm
-from tests.dist.features.parity import share_grads
-from tests.dist.pool import kept, told_by_first
+from tests.dist.parity import MakeOptimizer, Pair, adamw, next_token_loss, tokens
+from tests.dist.pool import kept
 from zeromesh.engine.api import engine_of
 
-WIDTH, HIDDEN, VOCABULARY, BATCH, SEQUENCE = 6, 5, 11, 2, 4
-STEPS, MICRO_BATCHES, CLIP = 2, 2, 0.5
-TOLERANCE = 1e-10
+WIDTH, HIDDEN, VOCABULARY = 6, 5, 11
+MICRO_BATCHES, CLIP = 2, 0.5
 
 FP64: dict[str, Any] = dict.fromkeys(("reduce_dtype", "grad_dtype", "master_dtype"), torch.float64)
 
@@ -130,57 +126,8 @@ def divide(net: Net, tp: DeviceMesh, plan: str) -> Net:
     return net
 
 
-def batch(step: int, micro: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1_000 * step + 100 * micro + rank)
-    return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
-
-
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    logits = model(tokens)
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, dims=1).flatten()) / MICRO_BATCHES
-
-
-Record = dict[str, Any]
-"""Of one step: gradients, the norm, parameters and states by name."""
-
-
-@functools.cache
-def plain(ranks: int, optimizer: str) -> list[Record]:
-    """Plain training on the tokens of so many data-parallel ranks, done by rank 0 for all."""
-    return told_by_first(_train_plainly, ranks, optimizer)
-
-
-def _train_plainly(ranks: int, optimizer: str) -> list[Record]:
-    model, records = build(), []
-    stepping = make_optimizer(optimizer, model)
-    for step in range(STEPS):
-        for micro in range(MICRO_BATCHES):
-            for rank in range(ranks):
-                (loss_of(model, batch(step, micro, rank)) / ranks).backward()
-        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        norm = float(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
-        stepping.step()
-        states = {name: dict(stepping.state[p]) for name, p in model.named_parameters()}
-        records.append(
-            {
-                "norm": norm,
-                "grad": grads,
-                "param": {name: p.detach().clone() for name, p in model.named_parameters()},
-                **{
-                    key: {name: state[key].clone() for name, state in states.items()}
-                    for key in ("exp_avg", "exp_avg_sq", "momentum_buffer")
-                    if key in next(iter(states.values()))
-                },
-            }
-        )
-        stepping.zero_grad()
-    return records
-
-
-def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    if kind == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def momentum(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
 def mesh_of(*shape: int, tp: int = 2) -> DeviceMesh:
@@ -200,104 +147,36 @@ def sharded(
     return zm.shard(net, mesh[names[:-1]], strategy, **(FP64 | options))
 
 
-def own_part(param: Any, whole: Tensor) -> Tensor:
-    """What this rank's slice of a parameter holds of a tensor of its shape."""
-    return whole[param.region.index].reshape(-1)[param.flat_start :][: param.local.numel()]
+def dividing(plan: str) -> AbstractContextManager[object]:
+    """Under which losses of the plan's logits are computed."""
+    return loss_parallel() if plan == "loss" else nullcontext()
 
 
-def check(
-    strategy: str,
-    plan: str,
-    *shape: int,
-    optimizer: str = "adamw",
-    wrap: Callable[[nn.Module], None] = lambda layer: None,
-    **options: Any,
-) -> None:
+def pair_of(strategy: str, plan: str, mesh: DeviceMesh, **options: Any) -> Pair:
+    """`sharded` beside the plain model."""
+    return Pair(base=build(), model=sharded(strategy, plan, mesh, **options), clip=CLIP)
+
+
+def check(strategy: str, plan: str, *shape: int, make_optimizer: MakeOptimizer = adamw, **options: Any) -> None:
     """Trains and compares: see the module.
 
     Args:
         strategy: as for `zm.shard`.
         plan: as for `parallelise`.
         shape: of the data-parallel mesh, innermost first.
-        optimizer: `adamw` or `sgd`, with momentum.
-        wrap: is done to each block, before it is sharded.
-        options: of `zm.shard`.
+        make_optimizer: for each of the two models.
+        options: of `sharded`.
     """
-    mesh = mesh_of(*shape)
-    ranks = mesh.size() // mesh["tp"].size()
-    expected = plain(ranks, optimizer)
-    model = sharded(strategy, plan, mesh, wrap=wrap, **options)
-    stepping, rank = make_optimizer(optimizer, model), engine_of(model).control.rank
-    for step, record in enumerate(expected):
-        backward(model, plan, step, rank)
-        require_equal(f"gradient {step}", ((p, p.grad.local, record["grad"]) for p in params_of(model)))
-        norm = float(zm.clip_grad_norm_(model, CLIP))
-        assert abs(norm - record["norm"]) < TOLERANCE, f"norm {step}: {norm} instead of {record['norm']}"
-        stepping.step()
-        stepping.zero_grad()
-        require_equal(f"parameter {step}", ((p, p.local, record["param"]) for p in params_of(model)))
-        for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
-            if key in record:
-                states = ((p, stepping.state[p][key], record[key]) for p in params_of(model))
-                require_equal(f"{key} {step}", states)
+    with dividing(plan):
+        pair_of(strategy, plan, mesh_of(*shape), **options).train(make_optimizer=make_optimizer)
 
 
 def backward(model: nn.Module, plan: str, step: int, rank: int) -> None:
     """All micro-batches of one step."""
     for micro in range(MICRO_BATCHES):
-        with (
-            zm.accumulate(model, last=micro == MICRO_BATCHES - 1),
-            loss_parallel() if plan == "loss" else nullcontext(),
-        ):
-            loss_of(model, batch(step, micro, rank)).backward()
+        with zm.accumulate(model, last=micro == MICRO_BATCHES - 1), dividing(plan):
+            (next_token_loss(model, tokens(step, micro, rank)) / MICRO_BATCHES).backward()
 
 
 def params_of(model: nn.Module) -> Iterator[Any]:
     return iter(engine_of(model).optimizer_params())
-
-
-def require_equal(
-    what: str, rows: Iterator[tuple[Any, Tensor, dict[str, Tensor]]], *, tolerance: float = TOLERANCE
-) -> None:
-    for param, got, wholes in rows:
-        wanted = own_part(param, wholes[param.full_name])
-        off = float((got - wanted).abs().max()) if got.numel() else 0.0
-        assert off < tolerance, f"{what} of {param.full_name}: off by {off}"
-
-
-def check_beside(
-    model: nn.Module,
-    plain: nn.Module,
-    loss_of: Callable[[nn.Module, int, int, int], Tensor],
-    *,
-    tolerance: float = TOLERANCE,
-    **options: float,
-) -> None:
-    """Trains both by AdamW, `plain` on the losses of all data-parallel ranks, and compares.
-
-    Args:
-        loss_of: of a model, a step, a micro-batch and a rank.
-        options: of AdamW.
-    """
-    control = engine_of(model).control
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, **options) for each in (plain, model)]
-    for step in range(STEPS):
-        for micro in range(MICRO_BATCHES):
-            for rank in range(control.size) if dist.get_rank() == 0 else ():
-                (loss_of(plain, step, micro, rank) / MICRO_BATCHES / control.size).backward()
-            with zm.accumulate(model, last=micro == MICRO_BATCHES - 1):
-                (loss_of(model, step, micro, control.rank) / MICRO_BATCHES).backward()
-        share_grads(plain)
-        norms = nn.utils.clip_grad_norm_(plain.parameters(), CLIP), zm.clip_grad_norm_(model, CLIP)
-        assert abs(float(norms[0] - norms[1])) < tolerance, norms
-        grads = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
-        require_equal("gradient", ((p, p.grad.local, grads) for p in params_of(model)), tolerance=tolerance)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        values = {name: param.detach() for name, param in plain.named_parameters()}
-        require_equal("parameter", ((p, p.local, values) for p in params_of(model)), tolerance=tolerance)
-    for key in ("exp_avg", "exp_avg_sq"):
-        states = {name: optimizers[0].state[param][key] for name, param in plain.named_parameters()}
-        rows = ((p, optimizers[1].state[p][key], states) for p in params_of(model))
-        require_equal(key, rows, tolerance=tolerance)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeromesh as zm
-from tests.dist.parallel.tensor import params_of, require_equal
+from tests.dist.parity import adamw, close, same_grads, same_optimizer_states, same_params
 from tests.dist.pool import kept, on_ranks
 
 VOCABULARY, WIDTH, BATCH, SEQUENCE, PARTS, STEPS, MICROS = 11, 6, 2, 8, 2, 2, 3
@@ -115,7 +115,7 @@ def step_plainly(plain: nn.Module, step: int) -> None:
 def test_trains_as_plain_training_on_whole_sequences_does(strategy: str) -> None:
     mesh, plain = mesh_of(), net()
     model = zm.shard(net(), mesh, strategy)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (plain, model)]
+    optimizers = [adamw(each.parameters()) for each in (plain, model)]
     for step in range(STEPS):
         batches = own_batches(mesh, step)
         wholes = [batch(step, micro, place)[1] for micro in range(MICROS) for place in range(2)]
@@ -125,15 +125,10 @@ def test_trains_as_plain_training_on_whole_sequences_does(strategy: str) -> None
             with zm.accumulate(model, last=micro == MICROS - 1, weight=1.0, total=total):
                 summed_loss(model(tokens, mesh.get_group("cp")), labels).backward()
         step_plainly(plain, step)
-        grads = {name: param.grad for name, param in plain.named_parameters()}
-        require_equal("gradient", ((p, p.grad.local, grads) for p in params_of(model)))
-        norms = nn.utils.clip_grad_norm_(plain.parameters(), 0.1), zm.clip_grad_norm_(model, 0.1)
-        torch.testing.assert_close(*norms, rtol=1e-10, atol=0)
+        same_grads(model, plain)
+        close(zm.clip_grad_norm_(model, 0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1), "norm")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        values = {name: param.detach() for name, param in plain.named_parameters()}
-        require_equal("parameter", ((p, p.local, values) for p in params_of(model)))
-        for key in ("exp_avg", "exp_avg_sq"):
-            states = {name: optimizers[0].state[param][key] for name, param in plain.named_parameters()}
-            require_equal(key, ((p, optimizers[1].state[p][key], states) for p in params_of(model)))
+        same_params(model, plain)
+    same_optimizer_states(model, optimizers[1], plain, optimizers[0])

@@ -10,42 +10,37 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zeromesh as zm
-from tests.dist.features.parity import adamw
-from tests.dist.parallel.experts import build, check_experts, compare, example, keep_own, tokens
+from tests.dist.parallel.experts import build, example, keep_own, tokens, train_experts
+from tests.dist.parallel.tensor import FP64
+from tests.dist.parity import adamw, mesh_2x2, same_params
 from tests.dist.pool import kept, on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import MeshError, MismatchError, ModelError
 
-FP64 = {"reduce_dtype": torch.float64, "grad_dtype": torch.float64, "master_dtype": torch.float64}
-
-
-def mesh_of() -> DeviceMesh:
-    return kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
-
 
 def sharded(own: str, part: str, *, shared: bool, dtensors: bool):
     """Experts over the node, shared over the cluster."""
-    mesh, model = mesh_of(), build(shared=shared)
+    mesh, model = mesh_2x2(), build(shared=shared)
     if dtensors:
         model.spread(mesh["node"])
     else:
         keep_own(model, mesh["node"])
     parts = {"*.experts": zm.Part(mesh=mesh["cluster"], strategy=part)}
-    return zm.shard(model, mesh, own, parts=parts, **FP64), mesh["node"]
+    return zm.shard(model, mesh, own, parts=parts, **FP64)
 
 
 @on_ranks(4)
 def test_mixtral_like():
-    model, experts = sharded("node=3,cluster=1", "cluster=1", shared=False, dtensors=True)
-    check_experts(model, experts, shared=False)
-    model, experts = sharded("node=0,cluster=0", "cluster=0", shared=False, dtensors=True)
-    check_experts(model, experts, shared=False, steps=1)
+    model = sharded("node=3,cluster=1", "cluster=1", shared=False, dtensors=True)
+    train_experts(model, shared=False)
+    model = sharded("node=0,cluster=0", "cluster=0", shared=False, dtensors=True)
+    train_experts(model, shared=False, steps=1)
 
 
 @on_ranks(4)
 def test_deepseek_like():
-    model, experts = sharded("node=1,cluster=3k", "cluster=3", shared=True, dtensors=True)
-    check_experts(model, experts, shared=True, weighted=True)
+    model = sharded("node=1,cluster=3k", "cluster=3", shared=True, dtensors=True)
+    train_experts(model, shared=True, weighted=True)
     with zm.accumulate(model, last=True, weight=1.0, total=4.0):
         loss = example.next_token_loss(model, tokens(0, 0, 0))
         with pytest.raises(ModelError, match=r"part \*\.experts come of several ranks' tokens.*weigh\(loss\)"):
@@ -61,7 +56,7 @@ def test_on_eight_ranks():
     parts = {example.Experts: zm.Part(mesh=mesh["region", "cluster"])}
     text = "node=3,cluster=1,region=0 | <Experts>: cluster=3,region=1"
     zm.Sharding(strategy=text, mesh=mesh, parts=parts, **FP64).shard(model)
-    check_experts(model, mesh["node"], shared=False)
+    train_experts(model, shared=False)
 
 
 @on_ranks(8)
@@ -80,13 +75,13 @@ def test_beside_tensor_parallelism():
         parallelize_module(model, mesh["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
         parts = {"*.experts": zm.Part(mesh=mesh["cluster"], strategy="cluster=3")}
         model = zm.shard(model, mesh["cluster", "node"], "node=3,cluster=1", parts=parts, **FP64)
-        check_experts(model, mesh["node"], shared=True, steps=1)
+        train_experts(model, shared=True, steps=1)
 
 
 @on_ranks(4)
 def test_experts_that_are_plain_tensors_train_and_are_not_saved(tmp_path):
-    model, experts = sharded("node=3,cluster=1", "cluster=3", shared=False, dtensors=False)
-    check_experts(model, experts, shared=False, steps=1)
+    model = sharded("node=3,cluster=1", "cluster=3", shared=False, dtensors=False)
+    train_experts(model, shared=False, steps=1)
     for save in (
         zm.full_state_dict,
         lambda model: model.state_dict(),
@@ -103,7 +98,7 @@ def over_all_ranks(strategy: str, own: DeviceMesh | None = None):
     sparse, model = kept(init_device_mesh, "cpu", (1, 4), mesh_dim_names=("copies", "experts")), build(shared=False)
     model.spread(sparse["experts"])
     parts = {"*.experts": zm.Part(mesh=sparse["copies"], strategy="copies=0")}
-    return zm.shard(model, own or mesh_of(), strategy, parts=parts, **FP64)
+    return zm.shard(model, own or mesh_2x2(), strategy, parts=parts, **FP64)
 
 
 def step(model, optimizer, number: int) -> None:
@@ -116,7 +111,7 @@ def step(model, optimizer, number: int) -> None:
 @on_ranks(4)
 def test_states_are_of_whole_tensors(tmp_path):
     """Saved with experts over the node, loaded without parts and with experts over all ranks, and back."""
-    model, _ = sharded("node=3,cluster=1", "cluster=1", shared=False, dtensors=True)
+    model = sharded("node=3,cluster=1", "cluster=1", shared=False, dtensors=True)
     optimizer = adamw(model.parameters())
     step(model, optimizer, 0)
     full = zm.full_state_dict(model)
@@ -125,7 +120,7 @@ def test_states_are_of_whole_tensors(tmp_path):
     checkpoints.close()
     step(model, optimizer, 1)
     next_full = zm.full_state_dict(model)
-    others = zm.shard(build(shared=False), mesh_of(), "node=1,cluster=3", **FP64), over_all_ranks("node=3,cluster=0")
+    others = zm.shard(build(shared=False), mesh_2x2(), "node=1,cluster=3", **FP64), over_all_ranks("node=3,cluster=0")
     for other in others:
         loaded = adamw(other.parameters())
         zm.Checkpoints(tmp_path, other, loaded).load()
@@ -135,7 +130,7 @@ def test_states_are_of_whole_tensors(tmp_path):
         for name, value in zm.full_state_dict(other).items():
             torch.testing.assert_close(value, next_full[name], rtol=1e-10, atol=1e-10)
         zm.check_replicas(other, loaded)
-        again, _ = sharded("node=0,cluster=0", "cluster=3", shared=False, dtensors=True)
+        again = sharded("node=0,cluster=0", "cluster=3", shared=False, dtensors=True)
         zm.load_full_state_dict(again, after)
         before = zm.full_state_dict(again)
         assert all(torch.equal(full[name], before[name]) for name in full)
@@ -169,7 +164,7 @@ def test_from_the_meta_device_with_buffers_of_its_own():
         if hasattr(module, "first"):
             module.first.fill_(mesh["node"].get_local_rank() + 10 * mesh["cluster"].get_local_rank())
 
-    mesh, plain = mesh_of(), build(shared=True)
+    mesh, plain = mesh_2x2(), build(shared=True)
     with torch.no_grad():
         for module in plain.modules():
             init(module)
@@ -180,14 +175,13 @@ def test_from_the_meta_device_with_buffers_of_its_own():
     model.spread(mesh["node"])
     parts = {"*.experts": zm.Part(mesh=mesh["cluster"], strategy="cluster=1")}
     model = zm.shard(model, mesh, "node=3,cluster=1", parts=parts, init=init, **FP64)
-    values = dict(plain.named_parameters())
-    compare(model, values, mesh["node"], "parameter")
+    same_params(model, plain)
     assert model.layers[1].mlp.experts.first.tolist() == [mesh["node"].get_local_rank()] * 2
 
 
 @on_ranks(4)
 def test_what_is_held_and_sent():
-    model, _ = sharded("node=3,cluster=1", "cluster=3", shared=False, dtensors=True)
+    model = sharded("node=3,cluster=1", "cluster=3", shared=False, dtensors=True)
     optimizer = adamw(model.parameters())
 
     def backward() -> None:
@@ -219,18 +213,18 @@ def test_what_is_held_and_sent():
 
 def spread():
     model = build(shared=False)
-    model.spread(mesh_of()["node"])
+    model.spread(mesh_2x2()["node"])
     return model
 
 
 def with_part(model, pattern: str, axis: str, strategy: str):
-    part = zm.Part(mesh=mesh_of()[axis], strategy=strategy)
-    return zm.shard(model, mesh_of(), "node=3,cluster=1", parts={pattern: part})
+    part = zm.Part(mesh=mesh_2x2()[axis], strategy=strategy)
+    return zm.shard(model, mesh_2x2(), "node=3,cluster=1", parts={pattern: part})
 
 
 @on_ranks(4)
 def test_what_cannot_be_is_refused_on_all_ranks():
-    mesh, saving = mesh_of(), spread()
+    mesh, saving = mesh_2x2(), spread()
     saving.layers[1].mlp.experts.register_buffer("counts", torch.zeros(2))
     crossing = "node" if dist.get_rank() == 3 else "cluster"
     whole = {"head": zm.Part(mesh=mesh, strategy="zero3")}

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeromesh as zm
 from tests.dist.hugging import SMALL
-from tests.dist.parallel.tensor import FP64, check_beside, params_of, require_equal
-from tests.dist.parallel.test_models import loss_of
+from tests.dist.parallel.tensor import FP64
+from tests.dist.parallel.test_models import train_beside
+from tests.dist.parity import same_params
 from tests.dist.pool import kept, on_ranks
 
 SIZES = SMALL | {"num_experts_per_tok": 2, "experts_implementation": "eager"}
@@ -62,7 +63,7 @@ def test_expert_parallel():
     model = divided(build("deepseek"), mesh["node"], mesh["tp"])
     part = zm.Part(mesh=mesh["cluster"], strategy="cluster=1")
     model = zm.shard(model, mesh["cluster", "node"], "node=3,cluster=1", parts={"*.experts": part}, **FP64)
-    check_beside(model, build("deepseek"), loss_of)
+    train_beside(model, build("deepseek"))
 
 
 @on_ranks(4)
@@ -80,8 +81,7 @@ def test_a_pretrained_model_is_read_where_its_experts_are(tmp_path):
     model = divided(model, mesh["node"], mesh["tp"])
     part = zm.Part(mesh=mesh["cluster"], strategy="cluster=1")
     model = zm.shard(model, mesh["cluster", "node"], "node=3,cluster=1", parts={"*.experts": part}, **FP64)
-    values = {name: param.detach() for name, param in plain.named_parameters()}
-    require_equal("parameter", ((p, p.local, values) for p in params_of(model)))
+    same_params(model, plain)
 
 
 @pytest.mark.parametrize(("kind", "degree"), [("mixtral", 4), ("deepseek", 2)])
@@ -94,4 +94,4 @@ def test_expert_parallel_beside_tensor_parallel(kind, degree):
     model = divided(build(kind), sparse["experts"], dense["tp"])
     part = zm.Part(mesh=sparse["copies"], strategy="copies=3")
     model = zm.shard(model, dense["data"], "data=1", parts={"*.experts": part}, **FP64)
-    check_beside(model, build(kind), loss_of)
+    train_beside(model, build(kind))

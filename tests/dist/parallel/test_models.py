@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
-from tests.dist.hugging import SMALL, VOCABULARY
+from tests.dist.features.test_huggingface import data_of, loss_of
+from tests.dist.hugging import SMALL
 from tests.dist.parallel.experts import load_example
-from tests.dist.parallel.tensor import FP64, TOLERANCE, check_beside, mesh_of, params_of
+from tests.dist.parallel.tensor import CLIP, FP64, mesh_of, params_of
+from tests.dist.parity import BOUND, Pair
 from tests.dist.pool import kept, on_ranks
 
 _LATENT: dict[str, Any] = {
@@ -66,11 +69,11 @@ def by_its_plan(model: Any, tp: Any) -> Any:
     return apply_tensor_parallelism(model, tp, plan)
 
 
-def loss_of(model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
-    tokens = torch.randint(0, VOCABULARY, (2, 6), generator=generator)
-    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
-    return loss
+def train_beside(model: nn.Module, plain: nn.Module, bound: float = BOUND, **options: float) -> None:
+    """Both by AdamW with these options, `plain` on the tokens of all data-parallel ranks; compared."""
+    make = partial(torch.optim.AdamW, lr=1e-2, **options)
+    pair = Pair(base=plain, model=model, loss_of=loss_of, data_of=partial(data_of, "llama"), bound=bound, clip=CLIP)
+    pair.train(make_optimizer=make)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,7 @@ def test_hugging_face_plans(kind, strategy):
     assert any(region.fold[1] > 1 for region in divided) == (kind in MIXTURES)
     # Without an eps near gradients' size AdamW would make rounding of those that are nearly zero as large as a step.
     # Routers and rotations compute in fp32, where sums in another order may round to the next number.
-    check_beside(model, plain, loss_of, tolerance=1e-6 if kind in MIXTURES else TOLERANCE, eps=1e-3)
+    train_beside(model, plain, 1e-6 if kind in MIXTURES else BOUND, eps=1e-3)
 
 
 @on_ranks(4)

@@ -5,37 +5,33 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeromesh as zm
-from tests.dist.features.parity import close
 from tests.dist.owners.optimizers import LAMB, Orthogonal
 from tests.dist.parallel.experts import build as experts
-from tests.dist.parallel.experts import compare, example, tokens
+from tests.dist.parallel.experts import example, tokens
 from tests.dist.parallel.tensor import (
     CLIP,
     FP64,
     MICRO_BATCHES,
-    STEPS,
     backward,
-    batch,
-    build,
-    loss_of,
     mesh_of,
-    own_part,
+    pair_of,
     params_of,
-    require_equal,
     sharded,
 )
 from tests.dist.parallel.test_states import shared_path
-from tests.dist.pool import kept, on_ranks, told_by_first
+from tests.dist.parity import Pair, close, local_part, same_params
+from tests.dist.pool import kept, on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import WHOLE
 
@@ -63,90 +59,71 @@ def plainly(kind: type[optim.Optimizer], params: Any, **options: Any) -> optim.O
     return kind(params, **options)
 
 
-Record = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]
-"""Of one step: parameters and states, by name."""
+@dataclass
+class Both:
+    """A model with its owners beside a plain one, with its optimizers."""
+
+    pair: Pair
+    ours: list[optim.Optimizer]
+    theirs: list[optim.Optimizer]
+
+    def train(self, plan: str, steps: range) -> None:
+        """Compares parameters after each of the steps, and states after the last."""
+        for step in steps:
+            self.pair.plain_backward(step)
+            backward(self.pair.model, plan, step, self.pair.own)
+            zm.clip_grad_norm_(self.pair.model, CLIP)
+            nn.utils.clip_grad_norm_(self.pair.plain.parameters(), CLIP)
+            for optimizer in (*self.ours, *self.theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            self.pair.same_params()
+        self.same_states()
+
+    def same_states(self) -> list[str]:
+        """Names of those parameters whose states are here."""
+        named, found = dict(self.pair.plain.named_parameters()), list[str]()
+        for optimizer, plain in zip(self.ours, self.theirs, strict=True):
+            for param, state in optimizer.state.items():
+                assert param in WHOLE[optimizer]
+                wanted = plain.state[named[param.full_name]]
+                assert state.keys() == wanted.keys()
+                for key, value in wanted.items():
+                    close(torch.as_tensor(state[key]), torch.as_tensor(value), f"{key} of {param.full_name}")
+                found.append(param.full_name)
+        return found
 
 
-def one_process(ranks: int, steps: int) -> list[Record]:
-    """With the tokens of so many data-parallel ranks."""
-    model, found = build(), list[Record]()
-    optimizers = optimizers_of(model, plainly)
-    for step in range(steps):
-        for micro in range(MICRO_BATCHES):
-            for rank in range(ranks):
-                (loss_of(model, batch(step, micro, rank)) / ranks).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        named = dict(model.named_parameters())
-        states = {
-            name: {key: torch.as_tensor(value).clone() for key, value in optimizer.state[param].items()}
-            for name, param in named.items()
-            for optimizer in optimizers
-            if param in optimizer.state
-        }
-        found.append(({name: param.detach().clone() for name, param in named.items()}, states))
-    return found
+def both(strategy: str, plan: str, mesh: DeviceMesh) -> Both:
+    pair = pair_of(strategy, plan, mesh)
+    return Both(pair, optimizers_of(pair.model, by_owner), optimizers_of(pair.plain, plainly))
 
 
-def train(model: nn.Module, optimizers: list[optim.Optimizer], plan: str, first: int, wanted: list[Record]) -> None:
-    """So many steps as there are records after the first ones, each compared."""
-    rank = engine_of(model).control.rank
-    for step, (params, _) in enumerate(wanted[first:], first):
-        backward(model, plan, step, rank)
-        zm.clip_grad_norm_(model, CLIP)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        require_equal(f"parameter {step}", ((p, p.local, params) for p in params_of(model)))
-    for optimizer in optimizers:
-        for param, state in optimizer.state.items():
-            assert param in WHOLE[optimizer]
-            for key, value in wanted[-1][1][param.full_name].items():
-                close(torch.as_tensor(state[key]), value, f"{key} of {param.full_name}")
-
-
-def check(strategy: str, plan: str, *shape: int, tp: int = 2, steps: int = STEPS, **options: Any) -> None:
-    mesh = mesh_of(*shape, tp=tp)
-    wanted = kept(told_by_first, one_process, mesh.size() // tp, steps)
-    model = sharded(strategy, plan, mesh, **options)
-    optimizers = optimizers_of(model, by_owner)
-    train(model, optimizers, plan, 0, wanted)
-    copies = [param.full_name for optimizer in optimizers for param in WHOLE[optimizer]]
+def gathered(value: Any) -> list[Any]:
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, copies)
-    layout, counts = engine_of(model).schedule.layout, Counter(name for names in said for name in names)
-    replicas = layout.degree(layout.replica_axes)
-    for param in params_of(model):  # what is divided has one owner over all of tp, what is not one in each plane
-        assert counts[param.full_name] == replicas * (tp if param.region.is_whole else 1), param.full_name
+    dist.all_gather_object(said, value)
+    return said
 
 
 @pytest.mark.parametrize(("strategy", "plan"), [("node=3", "blocks"), ("node=1", "loss")])
 @on_ranks(4)
 def test_numbers_of_one_process(strategy, plan):
-    check(strategy, plan, 2)
-
-
-def resumed(path: Path, strategy: str, plan: str, *shape: int, tp: int) -> tuple[nn.Module, list[optim.Optimizer]]:
-    model = sharded(strategy, plan, mesh_of(*shape, tp=tp))
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    optimizers = optimizers_of(model, by_owner)
-    with zm.Checkpoints(path, model, optimizers) as checkpoints:
-        assert checkpoints.load() is not None
-    return model, optimizers
+    run = both(strategy, plan, mesh_of(2))
+    run.train(plan, range(2))
+    counts = Counter(chain(*gathered([param.full_name for optimizer in run.ours for param in WHOLE[optimizer]])))
+    layout = engine_of(run.pair.model).schedule.layout
+    replicas = layout.degree(layout.replica_axes)
+    for param in params_of(run.pair.model):  # what is divided has one owner over all of tp, what is not one in each
+        assert counts[param.full_name] == replicas * (2 if param.region.is_whole else 1), param.full_name
 
 
 def elements_that_move(model: nn.Module, optimizer: optim.Optimizer, tp: int) -> Counter[str]:
     """By axis, over all ranks: elements that lie at another index than their tensor's owner, as ranks say it."""
     mesh, own = mesh_of(2, tp=tp), dict[str, tuple[list[int], bool, bool]]()
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        held = own_part(param, torch.arange(param.numel()).view(param.shape)).tolist()
+        held = local_part(param, torch.arange(param.numel()).view(param.shape)).tolist()
         own[param.full_name] = held, param in WHOLE[optimizer], param.region.is_whole
-    said: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(said, (tuple(mesh.get_coordinate() or ()), own))
+    said = gathered((tuple(mesh.get_coordinate() or ()), own))
     found: Counter[str] = Counter()
     for (node, plane), tensors in said:
         for name, (held, _, repeated) in tensors.items():
@@ -188,30 +165,26 @@ def test_bytes_and_memory_are_predicted():
 @on_ranks(4)
 def test_resumes_under_another_degree(tmp_path):
     """Under degrees 1 and 4 what was saved under 2; and, by `state_dict`, states of what a rank owns."""
-    path, wanted = shared_path(tmp_path), kept(told_by_first, one_process, 2, 3)
-    model = sharded("node=3", "blocks", mesh_of(2))
-    optimizers = optimizers_of(model, by_owner)
-    train(model, optimizers, "blocks", 0, wanted[:2])
-    with zm.Checkpoints(path, model, optimizers) as checkpoints:
+    path, run = shared_path(tmp_path), both("node=3", "blocks", mesh_of(2))
+    run.train("blocks", range(2))
+    with zm.Checkpoints(path, run.pair.model, run.ours) as checkpoints:
         checkpoints.save(2)
         checkpoints.wait()
-    saved = [optimizer.state_dict() for optimizer in optimizers]
-    optimizers = optimizers_of(model, by_owner)
-    for optimizer, state in zip(optimizers, saved, strict=True):
+    for shape, tp, plan in ((4, 1, "blocks"), (1, 4, "tensor")):
+        other = both("node=1", plan, mesh_of(shape, tp=tp))
+        other.pair.plain, other.theirs = run.pair.plain, run.theirs
+        with torch.no_grad():
+            for param in other.pair.model.parameters():
+                param.zero_()
+        with zm.Checkpoints(path, other.pair.model, other.ours) as checkpoints:
+            assert checkpoints.load() is not None
+        other.pair.same_params()
+        assert {*chain(*gathered(other.same_states()))} == {name for name, _ in run.pair.plain.named_parameters()}
+    saved = [optimizer.state_dict() for optimizer in run.ours]
+    run.ours = optimizers_of(run.pair.model, by_owner)
+    for optimizer, state in zip(run.ours, saved, strict=True):
         optimizer.load_state_dict(state)
-    train(model, optimizers, "blocks", 2, wanted)
-    for *shape, tp, plan in ((4, 1, "blocks"), (1, 4, "tensor")):
-        model, optimizers = resumed(path, "node=1", plan, *shape, tp=tp)
-        params, states = wanted[1]
-        require_equal("parameter", ((p, p.local, params) for p in params_of(model)))
-        held = [(param, state) for optimizer in optimizers for param, state in optimizer.state.items()]
-        for param, state in held:
-            assert state.keys() == states[param.full_name].keys()
-            for key, value in states[param.full_name].items():
-                close(torch.as_tensor(state[key]), value, f"{key} of {param.full_name}")
-        said: list[Any] = [None] * 4
-        dist.all_gather_object(said, [param.full_name for param, _ in held])
-        assert {name for names in said for name in names} == set(params)
+    run.train("blocks", range(2, 3))
 
 
 def of_experts(model: nn.Module, make: Make, ours: dict[str, Any]) -> list[optim.Optimizer]:
@@ -226,10 +199,10 @@ def of_experts(model: nn.Module, make: Make, ours: dict[str, Any]) -> list[optim
     ]
 
 
-def train_experts(model: nn.Module, plain: nn.Module, mesh: DeviceMesh, first: int, steps: int) -> list[Any]:
+def train_experts(model: nn.Module, plain: nn.Module, steps: int) -> list[Any]:
     """Both, with the same optimizers; what is compared is this rank's."""
     ours = of_experts(model, by_owner, {"dims": 2, "batched": True}), of_experts(plain, plainly, {})
-    for step in range(first, first + steps):
+    for step in range(steps):
         for micro in range(MICRO_BATCHES):
             for rank in range(4):
                 (example.next_token_loss(plain, tokens(step, micro, rank)) / MICRO_BATCHES / 4).backward()
@@ -239,7 +212,7 @@ def train_experts(model: nn.Module, plain: nn.Module, mesh: DeviceMesh, first: i
         for each in (each for both in ours for each in both):
             each.step()
             each.zero_grad()
-        compare(model, dict(plain.named_parameters()), mesh, "parameter")
+        same_params(model, plain)
     return ours[0]
 
 
@@ -253,9 +226,7 @@ def states_of(model: nn.Module, optimizers: list[Any]) -> dict[tuple[str, str, i
                 places = torch.arange(math.prod(shape)).view(shape)[region.of(shape).index]
                 pairs = zip(places.flatten().tolist(), value.flatten().tolist(), strict=True)
                 own |= {(param.full_name, key, place): element for place, element in pairs}
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, own)
-    return {place: element for each in said for place, element in each.items()}
+    return {place: element for each in gathered(own) for place, element in each.items()}
 
 
 @on_ranks(4)
@@ -266,7 +237,7 @@ def test_experts_that_are_divided_by_number_are_batches_of_whole_matrices(tmp_pa
     model.spread(mesh["node"])
     parts = {"*.experts": zm.Part(mesh=mesh["cluster"], strategy="cluster=1")}
     model = zm.shard(model, mesh, "node=3,cluster=1", parts=parts, **FP64)
-    optimizers = train_experts(model, plain, mesh["node"], 0, 3)
+    optimizers = train_experts(model, plain, 3)
     assert [axis.name for axis in engine_of(model).schedule.beyond] == ["beyond node"]
     assert ["beyond node" in optimizer.buckets[0].strides for optimizer in optimizers[:2]] == [False, True]
     with zm.Checkpoints(path, model, optimizers) as checkpoints:

@@ -20,21 +20,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 import zeromesh as zm
-from tests.dist.features.parity import Block, net, sgd, sharded_params
 from tests.dist.parallel.pipelines import (
     BLOCKS,
     MICROS,
     SCHEDULES,
     Staged,
     batch,
-    compare_grads,
-    compare_params,
     loss_of,
+    mean_loss,
     mesh_of,
     parity,
     staged,
 )
-from tests.dist.parallel.tensor import own_part
+from tests.dist.parity import Block, both_params, local_part, net, same_grads, same_optimizer_states, same_params, sgd
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import CheckpointError, InputError, MismatchError, ModelError, OptimizerError
@@ -109,8 +107,8 @@ def test_a_step_of_two_runs_of_the_schedule() -> None:
         plain.zero_grad()
         for step in range(2):
             for micro in [micro for other in range(2) for micro in batch(step, other).chunk(MICROS)]:
-                (loss_of(plain(micro), micro.roll(1, 1)) / (2 * MICROS)).backward()
-        compare_grads(ours.models, plain)
+                (mean_loss(plain, micro) / (2 * MICROS)).backward()
+        same_grads(ours.models, plain)
 
 
 @on_ranks(4)
@@ -146,6 +144,11 @@ def grouped(params: Iterable[Any], lr: float = 1e-2) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": group, "lr": lr * (i + 1)} for i, group in enumerate(groups)])
 
 
+def require_states(ours: Staged, plain: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    same_params(ours.models, plain)
+    same_optimizer_states(ours.models, ours.optimizer, plain, optimizer)
+
+
 @on_ranks(4)
 def test_a_checkpoint_of_all_stages_loads_under_another_cut(tmp_path: Path) -> None:
     """Each time training goes on as plain training does, with the learning rates that were saved."""
@@ -157,15 +160,15 @@ def test_a_checkpoint_of_all_stages_loads_under_another_cut(tmp_path: Path) -> N
         ours = staged(fresh, name, strategy, mesh, make=partial(grouped, lr=1e-2 if step == 0 else 7.0))
         with zm.Checkpoints(tmp_path, ours.models, ours.optimizer) as checkpoints:
             assert (checkpoints.load() is None) == (step == 0)
-            compare_params(ours, plain, optimizer)
+            require_states(ours, plain, optimizer)
             ours.step(batch(step, mesh.get_local_rank("node")))
             for place in range(4 // pp):
                 for micro in batch(step, place).chunk(MICROS):
-                    (loss_of(plain(micro), micro.roll(1, 1)) / (MICROS * (4 // pp))).backward()
+                    (mean_loss(plain, micro) / (MICROS * (4 // pp))).backward()
             for each in (ours.optimizer, optimizer):
                 each.step()
                 each.zero_grad()
-            compare_params(ours, plain, optimizer)
+            require_states(ours, plain, optimizer)
             checkpoints.save(step + 1, {"rank": 0 if dist.get_rank() == 0 else None})
     alone = zm.shard(fresh, mesh["cluster", "node"], "node=3,cluster=3", units=(Block,))  # each rank by itself
     found = Staged([alone], None, grouped(alone.parameters(), lr=7.0))
@@ -173,7 +176,7 @@ def test_a_checkpoint_of_all_stages_loads_under_another_cut(tmp_path: Path) -> N
         restored = checkpoints.load()
         assert restored is not None
         assert (restored.step, restored.state) == (3, {"rank": 0})
-        compare_params(found, plain, optimizer)
+        require_states(found, plain, optimizer)
         assert [group["lr"] for group in found.optimizer.param_groups] == [1e-2, 2e-2]
         if dist.get_rank() == 0:
             checkpoints.save(9)
@@ -182,7 +185,7 @@ def test_a_checkpoint_of_all_stages_loads_under_another_cut(tmp_path: Path) -> N
     restored = zm.Checkpoints(tmp_path, ours.models, ours.optimizer).load()
     assert restored is not None
     assert restored.step == 9
-    compare_params(ours, plain, optimizer)
+    require_states(ours, plain, optimizer)
 
 
 @on_ranks(4)
@@ -200,9 +203,8 @@ def test_frozen_parameters_of_all_stages_may_be_left_out(tmp_path: Path) -> None
         checkpoints.save(1)
     found = staged(other, "1f1b", "node=1,cluster=1", mesh_of(4))
     assert zm.Checkpoints(tmp_path, found.models, found.optimizer).load() is not None
-    for model in found.models:
-        for name, param in sharded_params(model).items():
-            assert torch.equal(param.local, own_part(param, dict(plain.named_parameters())[name]))
+    for _, param, value in both_params(found.models, plain):
+        assert torch.equal(param.local, local_part(param, value))
     bad = staged(wrong, "1f1b", "node=1,cluster=1", mesh_of(4))
     with pytest.raises(CheckpointError, match=r"other values of 1 of 3 frozen parameters .* such as norm.weight"):
         zm.Checkpoints(tmp_path, bad.models, bad.optimizer).load()

@@ -11,20 +11,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import zeromesh as zm
-from tests.dist.parallel.tensor import (
-    FP64,
-    backward,
-    build,
-    make_optimizer,
-    mesh_of,
-    own_part,
-    params_of,
-    plain,
-    require_equal,
-    sharded,
-)
+from tests.dist.features.test_huggingface import data_of, loss_of
+from tests.dist.parallel.tensor import FP64, build, dividing, mesh_of, pair_of, params_of, sharded
 from tests.dist.parallel.test_models import build as mixture
-from tests.dist.parallel.test_models import by_its_plan, loss_of
+from tests.dist.parallel.test_models import by_its_plan
+from tests.dist.parity import adamw, both_params, close, local_part, same_optimizer_states, same_params
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import take_slices
@@ -37,30 +28,29 @@ LAYOUTS = {
 }
 
 
-def trained(strategy: str, plan: str) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, dict[str, Tensor]]]:
-    """One step on two data-parallel ranks with TP 2; what plain training has then, by kind and name."""
-    model = sharded(strategy, plan, mesh_of(2, tp=2))
-    optimizer = make_optimizer("adamw", model)
-    backward(model, plan, 0, engine_of(model).control.rank)
-    zm.clip_grad_norm_(model, 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer, plain(2, "adamw")[0]
+Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def other(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(strategy: str, plan: str) -> tuple[Trained, Trained]:
+    """One step on two data-parallel ranks with TP 2; and the plain model after it."""
+    pair = pair_of(strategy, plan, mesh_of(2, tp=2))
+    with dividing(plan):
+        theirs, ours = pair.train(steps=1)
+    return (pair.model, ours), (pair.plain, theirs)
+
+
+def other(layout: str) -> Trained:
     strategy, shape, tp, plan = LAYOUTS[layout]
     model = sharded(strategy, plan, mesh_of(*shape, tp=tp))
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    return model, make_optimizer("adamw", model)
+    return model, adamw(model.parameters())
 
 
-def require_states(model: nn.Module, optimizer: torch.optim.Optimizer, wanted: dict[str, dict[str, Tensor]]) -> None:
-    require_equal("parameter", ((p, p.local, wanted["param"]) for p in params_of(model)))
-    for key in ("exp_avg", "exp_avg_sq"):
-        require_equal(key, ((p, optimizer.state[p][key], wanted[key]) for p in params_of(model)))
+def require_states(ours: Trained, theirs: Trained) -> None:
+    same_params(ours[0], theirs[0])
+    same_optimizer_states(*ours, *theirs)
 
 
 def shared_path(tmp_path: Path) -> Path:
@@ -74,7 +64,7 @@ def shared_path(tmp_path: Path) -> Path:
 def test_checkpoints_under_other_degrees(tmp_path):
     """Ours, and torch's; ours read by torch, and torch's by us."""
     path = shared_path(tmp_path)
-    model, optimizer, wanted = trained("node=3", "loss")
+    (model, optimizer), wanted = trained("node=3", "loss")
     dcp.save({"model": model.state_dict()}, checkpoint_id=path / "dcp")
     with zm.Checkpoints(path / "own", model, optimizer) as checkpoints:
         checkpoints.save(1)
@@ -85,33 +75,32 @@ def test_checkpoints_under_other_degrees(tmp_path):
             state = {"model": model.state_dict()}
             dcp.load(state, checkpoint_id=source)
             model.load_state_dict(state["model"])
-            require_equal("parameter", ((p, p.local, wanted["param"]) for p in params_of(model)))
+            same_params(model, wanted[0])
         with zm.Checkpoints(path / "none", model) as checkpoints:
             checkpoints.load(path / "dcp")
-        require_equal("parameter", ((p, p.local, wanted["param"]) for p in params_of(model)))
+        same_params(model, wanted[0])
         model, optimizer = other(layout)
         with zm.Checkpoints(path / "own", model, optimizer) as checkpoints:
             assert checkpoints.load() is not None
-        require_states(model, optimizer, wanted)
+        require_states((model, optimizer), wanted)
 
 
-def packed(tp: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def packed(tp: int) -> Trained:
     """A mixture whose experts' projections are packed two in one, each of them divided over `tp`."""
     mesh, model = mesh_of(4 // tp, tp=tp), mixture("mixtral")
     model = zm.shard(by_its_plan(model, mesh["tp"]) if tp > 1 else model, mesh["node"], "node=3", **FP64)
-    return model, make_optimizer("adamw", model)
+    return model, adamw(model.parameters())
 
 
 @on_ranks(4)
 def test_packed_projections_under_other_degrees(tmp_path):
     path, (model, optimizer) = shared_path(tmp_path), packed(2)
-    loss_of(model, 0, 0, engine_of(model).control.rank).backward()
+    loss_of(model, data_of("llama", 0, 0, engine_of(model).control.rank)).backward()
     optimizer.step()
-    wanted = zm.full_state_dict(model)
-    said = [wanted]
+    said, plain = [zm.full_state_dict(model)], mixture("mixtral")
     dist.broadcast_object_list(said)
-    wanted = said[0]
-    require_equal("parameter", ((p, p.local, wanted) for p in params_of(model)))
+    plain.load_state_dict(said[0])
+    same_params(model, plain)
     assert any(p.region.fold[1] == 2 for p in params_of(model))
     dcp.save({"model": model.state_dict()}, checkpoint_id=path / "dcp")
     moments, first = dict[str, Tensor](), (model, optimizer)
@@ -120,19 +109,19 @@ def test_packed_projections_under_other_degrees(tmp_path):
         checkpoints.wait()
     for tp in (1, 4, 2):
         model, optimizer = packed(tp)
-        model.load_state_dict(wanted)
-        for param in params_of(model):
-            assert param.local.equal(own_part(param, wanted[param.full_name]))
+        model.load_state_dict(plain.state_dict())
+        for _, param, value in both_params(model, plain):
+            assert param.local.equal(local_part(param, value))
             param.local.zero_()
         state = {"model": model.state_dict()}
         dcp.load(state, checkpoint_id=path / "dcp")
         model.load_state_dict(state["model"])
-        require_equal("parameter", ((p, p.local, wanted) for p in params_of(model)))
+        same_params(model, plain)
         for param in params_of(model):
             param.local.zero_()
         with zm.Checkpoints(path / "own", model, optimizer) as checkpoints:
             assert checkpoints.load() is not None
-        require_equal("parameter", ((p, p.local, wanted) for p in params_of(model)))
+        same_params(model, plain)
         if tp == 1:  # slices of whole tensors, which say nothing of how they were divided
             for param in params_of(model):
                 parts: list[Any] = [None] * 4
@@ -140,36 +129,35 @@ def test_packed_projections_under_other_degrees(tmp_path):
                 flat = torch.cat([part for _, part in sorted(parts, key=lambda pair: (pair[0], pair[1].numel()))])
                 moments[param.full_name] = flat.view(param.shape)
         for each, own in ((model, optimizer), first):
-            require_equal("exp_avg", ((p, own.state[p]["exp_avg"], moments) for p in params_of(each)))
+            for param in params_of(each):
+                close(own.state[param]["exp_avg"], local_part(param, moments[param.full_name]), param.full_name)
 
 
 @on_ranks(4)
 def test_whole_tensors(tmp_path):
     path = shared_path(tmp_path)
-    model, _, wanted = trained("node=3", "loss")
+    (model, _), wanted = trained("node=3", "loss")  # compares the state dict
     state = zm.full_state_dict(model)
-    assert bool(state) == (dist.get_rank() == 0)
-    assert all((state[name] - value).abs().max() < 1e-10 for name, value in wanted["param"].items() if state)
     assert list(state) == (list(build().state_dict()) if state else [])
     zm.save_safetensors(model, path)
     for layout in LAYOUTS:
         for load in (lambda model: zm.load_full_state_dict(model, state), lambda m: zm.load_safetensors(m, path)):
             model, _ = other(layout)
             load(model)
-            require_equal("parameter", ((p, p.local, wanted["param"]) for p in params_of(model)))
+            same_params(model, wanted[0])
 
 
 @on_ranks(4)
 def test_state_dicts_of_whole_tensors_and_of_slices():
-    model, optimizer, wanted = trained("node=3", "loss")
+    (model, optimizer), wanted = trained("node=3", "loss")
     own = model.state_dict(), optimizer.state_dict()
     again = sharded("node=3", "loss", mesh_of(2, tp=2))
-    stepping = make_optimizer("adamw", again)
+    stepping = adamw(again.parameters())
     again.load_state_dict(own[0])
     stepping.load_state_dict(own[1])
     take_slices(stepping)  # as its first step does
-    require_states(again, stepping, wanted)
+    require_states((again, stepping), wanted)
     for layout in LAYOUTS:
         model, _ = other(layout)
-        model.load_state_dict(wanted["param"])
-        require_equal("parameter", ((p, p.local, wanted["param"]) for p in params_of(model)))
+        model.load_state_dict(wanted[0].state_dict())
+        same_params(model, wanted[0])

@@ -8,7 +8,8 @@ import pytest
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.dist.parallel.tensor import check
+from tests.dist.parallel.tensor import check, momentum
+from tests.dist.parity import adamw
 from tests.dist.pool import on_ranks
 from tests.pure.strategy.mixes import mixes, notation
 
@@ -25,7 +26,7 @@ def test_one_axis(plan):
 @on_ranks(8)
 def test_two_axes():
     for index, strategy in enumerate(MIXES[4::20]):
-        check(strategy, PLANS[1 + index], 2, 2, optimizer=("adamw", "sgd")[index % 2])
+        check(strategy, PLANS[1 + index], 2, 2, make_optimizer=(adamw, momentum)[index % 2])
 
 
 @on_ranks(4)

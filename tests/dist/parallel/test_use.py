@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -14,19 +15,19 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import zeromesh as zm
 from tests.dist.parallel.tensor import (
+    CLIP,
     FP64,
     Net,
     backward,
-    batch,
     build,
     divide,
-    make_optimizer,
     mesh_of,
+    momentum,
+    pair_of,
     params_of,
-    plain,
-    require_equal,
     sharded,
 )
+from tests.dist.parity import adamw, close, same_params, tokens
 from tests.dist.pool import kept, on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import InputError, MeshError, ModelError
@@ -49,8 +50,7 @@ def test_from_the_meta_device():
     with torch.no_grad():
         for module in wanted.modules():
             from_elements(module)
-    state = dict(wanted.state_dict())
-    require_equal("parameter", ((p, p.local, state) for p in params_of(model)))
+    same_params(model, wanted)
 
 
 @on_ranks(4)
@@ -79,19 +79,22 @@ def test_buffers_are_alike_where_local_tensors_are_not():
 
 @on_ranks(4)
 def test_norms_reports_and_replicas():
-    model = sharded("node=1", "loss", mesh_of(2))
-    optimizer, record = make_optimizer("adamw", model), plain(2, "adamw")[0]
-    backward(model, "loss", 0, engine_of(model).control.rank)
+    pair = pair_of("node=1", "loss", mesh_of(2))
+    model, optimizers = pair.model, [adamw(each.parameters()) for each in (pair.plain, pair.model)]
+    backward(model, "loss", 0, pair.own)
+    pair.plain_backward(0)
+    named = {name: param.grad for name, param in pair.plain.named_parameters()}
     for param in params_of(model):
-        norm = float(param.grad.norm())
-        assert abs(norm - float(record["grad"][param.full_name].norm())) < 1e-10, param.full_name
-        largest = float(torch.linalg.vector_norm(param.grad, float("inf")))
-        assert abs(largest - float(record["grad"][param.full_name].abs().max())) < 1e-10
-    grads = [param.grad for param in model.parameters()]
-    assert abs(float(nn.utils.get_total_norm(grads)) - record["norm"]) < 1e-10
-    assert abs(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)) - record["norm"]) < 1e-10
-    optimizer.step()
-    require_equal("parameter", ((p, p.local, record["param"]) for p in params_of(model)))
+        for order in (2.0, math.inf):
+            wanted = torch.linalg.vector_norm(named[param.full_name], order)
+            close(torch.linalg.vector_norm(param.grad, order), wanted, param.full_name)
+    norm = nn.utils.get_total_norm(named.values())
+    close(nn.utils.get_total_norm([param.grad for param in model.parameters()]), norm, "norm of all")
+    close(nn.utils.clip_grad_norm_(model.parameters(), CLIP), norm, "norm clipped to")
+    nn.utils.clip_grad_norm_(pair.plain.parameters(), CLIP)
+    for optimizer in optimizers:
+        optimizer.step()
+    pair.same_params()
     total = zm.memory_report(model, optimizer)[-1]
     assert total.predicted_bytes == total.allocated_bytes
     zm.check_replicas(model, optimizer)
@@ -105,7 +108,7 @@ def test_norms_reports_and_replicas():
 @on_ranks(4)
 def test_a_step_is_skipped_by_all_ranks():
     model = sharded("node=3", "tensor", mesh_of(2))
-    optimizer = make_optimizer("sgd", model)
+    optimizer = momentum(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     scaler.scale(torch.ones(()))
     backward(model, "tensor", 0, engine_of(model).control.rank)
@@ -211,19 +214,19 @@ def test_leaves_that_are_kept_or_written_to(strategy):
     for layer, keeps in zip(net.layers, keeping, strict=True):
         layer.up = keeps
     model: Any = zm.shard(net, mesh["node"], strategy, **FP64)
-    tokens = batch(0, 0, engine_of(model).control.rank)
-    model(tokens)
+    batch = tokens(0, 0, engine_of(model).control.rank)
+    model(batch)
     if strategy != "node=1":
         with pytest.raises(ModelError, match=r"gathered layers\.0\.up\.inner\.weight, which was kept from inside"):
             keeping[0].kept[0] + 1
-    optimizer = make_optimizer("sgd", model)
-    loss = model(tokens).sum()
+    optimizer = momentum(model.parameters())
+    loss = model(batch).sum()
     loss.backward()
-    late = model(tokens).sum()
+    late = model(batch).sum()
     optimizer.step()
     with pytest.raises((ModelError, RuntimeError), match=r"has changed since the forward|modified by an inplace"):
         late.backward()
     zm.zero_grad(model)
     keeping[1].writes = True
     with pytest.raises(ModelError, match=r"has written to its parameters"):
-        model(tokens)
+        model(batch)

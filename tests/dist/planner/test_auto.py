@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
-from tests.dist.features.parity import net, tokens
+from tests.dist.parity import net, tokens
 from tests.dist.pool import kept, on_ranks
 from zeromesh.api import with_dtypes
 from zeromesh.cluster import Cluster, find_cluster

@@ -9,7 +9,7 @@ the whole state dict.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,18 +132,37 @@ def sgd(params: Iterable[Any]) -> torch.optim.Optimizer:
 
 
 def local_part(param: ShardedParameter, whole: Tensor) -> Tensor:
-    """The part of `whole` that this rank's slice covers."""
-    return whole.detach().flatten()[param.flat_start : param.flat_start + param.local.numel()]
+    """The part of a tensor of the whole parameter's shape that this rank's slice covers.
+
+    Where the parameter was a plain tensor of this rank's part alone, `divided` says which: its number, and of how many.
+    """
+    part, parts = getattr(param, "divided", (0, 1))
+    whole = whole.chunk(parts)[part] if parts > 1 else whole
+    region = whole.detach()[param.region.index].reshape(-1)
+    return region[param.flat_start :][: param.local.numel()]
 
 
-def sharded_params(model: nn.Module) -> dict[str, ShardedParameter]:
+Models = nn.Module | Sequence[nn.Module]
+"""A sharded model, or the stages of one that this rank has."""
+
+
+def sharded_params(model: Models) -> dict[str, ShardedParameter]:
     """By original name, tied ones under each of their names."""
+    models = [model] if isinstance(model, nn.Module) else model
     return {
         name: param
-        for buffer in (buffer for unit in engine_of(model).units for buffer in unit.buffers)
+        for each in models
+        for buffer in (buffer for unit in engine_of(each).units for buffer in unit.buffers)
         for place, param in zip(buffer.places, buffer.optimizer_params, strict=True)
         for name in place.info.names
     }
+
+
+def both_params(model: Models, plain: nn.Module) -> Iterator[tuple[str, ShardedParameter, Tensor]]:
+    """Name, sharded and plain parameter: of all of `plain`, or of those that this rank's stages have."""
+    params, named = sharded_params(model), dict(plain.named_parameters(remove_duplicate=False))
+    for name in named if isinstance(model, nn.Module) else params:
+        yield name, params[name], named[name]
 
 
 def close(ours: Tensor, theirs: Tensor, what: str, bound: float = BOUND) -> None:
@@ -154,7 +173,7 @@ def close(ours: Tensor, theirs: Tensor, what: str, bound: float = BOUND) -> None
 
 
 def shown(model: nn.Module) -> list[bool]:
-    """Of which parameters an optimizer would see a gradient."""
+    """For each parameter, whether an optimizer would see a gradient."""
     return [param.grad is not None for param in model.parameters()]
 
 
@@ -172,38 +191,35 @@ def share_grads(model: nn.Module) -> None:
         param.grad = grad.view_as(param).to(param.dtype)
 
 
-def same_grads(model: nn.Module, plain: nn.Module, bound: float = BOUND) -> None:
+def same_grads(model: Models, plain: nn.Module, bound: float = BOUND) -> None:
     """This rank's gradients are slices of the plain model's; both have one, or neither has."""
-    params = sharded_params(model)
-    for name, expected in plain.named_parameters(remove_duplicate=False):
-        grad: Any = params[name].grad
+    for name, param, expected in both_params(model, plain):
+        grad: Any = param.grad
         assert (grad is None) == (expected.grad is None), f"{name}: grad is {grad}, should be {expected.grad}"
         if expected.grad is not None:
-            close(grad.local, local_part(params[name], expected.grad), f"gradient of {name}", bound)
+            close(grad.local, local_part(param, expected.grad), f"gradient of {name}", bound)
 
 
-def same_params(model: nn.Module, plain: nn.Module, bound: float = BOUND) -> None:
-    params = sharded_params(model)
-    for name, expected in plain.named_parameters(remove_duplicate=False):
-        close(params[name].local, local_part(params[name], expected), name, bound)
+def same_params(model: Models, plain: nn.Module, bound: float = BOUND) -> None:
+    for name, param, expected in both_params(model, plain):
+        close(param.local, local_part(param, expected), name, bound)
 
 
 def same_optimizer_states(
-    model: nn.Module,
+    model: Models,
     optimizer: torch.optim.Optimizer,
     plain: nn.Module,
     plain_optimizer: torch.optim.Optimizer,
     bound: float = BOUND,
 ) -> None:
     """Moments are slices of the plain optimizer's, and all else of a parameter's state, such as its steps, is equal."""
-    params = sharded_params(model)
-    for name, expected in plain.named_parameters(remove_duplicate=False):
-        ours, theirs = optimizer.state.get(params[name], {}), plain_optimizer.state.get(expected, {})
+    for name, param, expected in both_params(model, plain):
+        ours, theirs = optimizer.state.get(param, {}), plain_optimizer.state.get(expected, {})
         assert ours.keys() == theirs.keys(), f"optimizer states of {name}: {sorted(ours)}, should be {sorted(theirs)}"
         for key, value in theirs.items():
             whole = not isinstance(value, Tensor) or value.shape != expected.shape or key == "step"
             if not whole:
-                close(ours[key], local_part(params[name], value), f"{key} of {name}", bound)
+                close(ours[key], local_part(param, value), f"{key} of {name}", bound)
             else:
                 assert ours[key] == value, f"{key} of {name} is {ours[key]}, should be {value}"
 
@@ -226,11 +242,14 @@ class Pair:
     """One model, plain and sharded.
 
     Args:
-        base: the model; not changed.
+        base: the model; not changed, but trained as the plain one where `model` is given.
         strategy: of the sharded copy.
+        model: sharded already, or this rank's stages of it; None: a copy of `base` is sharded.
         loss_of: loss of a model on one batch.
-        data_of: batch by step, micro-batch and rank.
+        data_of: batch by step, micro-batch and place among the data-parallel ranks.
         micro_batches: of a step.
+        run: all backwards of a step on this rank; None: those of `loss_of`, one micro-batch after another.
+        counts: what a loss counts by micro-batch and place, where losses are not all alike.
         prepare: changes both copies before sharding.
         wrap: changes the sharded copy alone, before sharding: the plain one keeps its names.
         options: of `zm.shard`.
@@ -240,10 +259,13 @@ class Pair:
     """
 
     base: nn.Module
-    strategy: str
+    strategy: str = ""
+    model: Any = None
     loss_of: LossOf = next_token_loss
     data_of: DataOf = tokens
     micro_batches: int = 2
+    run: Callable[[int], object] | None = None
+    counts: Callable[[int, int], float] | None = None
     prepare: Callable[[nn.Module], object] = lambda model: None
     wrap: Callable[[Any], object] = lambda model: None
     options: dict[str, Any] = field(default_factory=dict)
@@ -251,35 +273,50 @@ class Pair:
     clip: float | None = None
     device: str = "cpu"
     plain: Any = field(init=False)
-    model: Any = field(init=False)
+    places: int = field(init=False)
+    own: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.plain, self.model = copy.deepcopy(self.base), copy.deepcopy(self.base)
-        self.prepare(self.plain)
-        self.prepare(self.model)
-        self.wrap(self.model)
-        zm.shard(self.model, mesh_of_world(self.device), self.strategy, **self.options)
+        self.plain = self.base
+        if self.model is None:
+            self.plain, self.model = copy.deepcopy(self.base), copy.deepcopy(self.base)
+            self.prepare(self.plain)
+            self.prepare(self.model)
+            self.wrap(self.model)
+            zm.shard(self.model, mesh_of_world(self.device), self.strategy, **self.options)
+        control = engine_of(self.model if isinstance(self.model, nn.Module) else self.model[0]).control
+        self.places, self.own = control.size, control.rank
+
+    @property
+    def total(self) -> float:
+        """What all losses of a step count."""
+        count = self.counts or (lambda micro, place: 1.0)
+        return float(sum(count(micro, place) for micro in range(self.micro_batches) for place in range(self.places)))
 
     def plain_backward(self, step: int, micros: Iterable[int] | None = None) -> None:
         if dist.get_rank() == 0:
             for micro in range(self.micro_batches) if micros is None else micros:
-                for rank in range(dist.get_world_size()):
-                    loss = self.loss_of(self.plain, self.data_of(step, micro, rank))
-                    (loss / self.micro_batches / dist.get_world_size()).backward()
+                for place in range(self.places):
+                    loss = self.loss_of(self.plain, self.data_of(step, micro, place))
+                    (loss * (self.counts(micro, place) if self.counts else 1.0) / self.total).backward()
         share_grads(self.plain)
 
     def backward(self, step: int) -> None:
+        if self.run is not None:
+            self.run(step)
+            return
         before = shown(self.model)
         for micro in range(self.micro_batches):
             last = micro == self.micro_batches - 1
-            with zm.accumulate(self.model, last=last):
-                self.micro_backward(step, micro)
+            weight = {"weight": self.counts(micro, self.own), "total": self.total} if self.counts else {}
+            with zm.accumulate(self.model, last=last, **weight) as weigh:
+                self.micro_backward(step, micro, weigh if self.counts else None)
             assert last or shown(self.model) == before, "gradients are shown before the last micro-batch"
 
-    def micro_backward(self, step: int, micro: int) -> None:
-        batch = self.data_of(step, micro, dist.get_rank())
+    def micro_backward(self, step: int, micro: int, weigh: Callable[[Tensor], Tensor] | None = None) -> None:
+        batch = self.data_of(step, micro, self.own)
         loss = self.loss_of(self.model, batch if self.device == "cpu" else batch.to(self.device))
-        (loss / self.micro_batches).backward()
+        (loss / self.micro_batches if weigh is None else weigh(loss)).backward()
 
     def same_grads(self) -> None:
         same_grads(self.model, self.plain, self.bound)
@@ -290,8 +327,14 @@ class Pair:
     def same_state(self) -> None:
         same_state(self.model, self.plain, self.bound)
 
-    def train(self, **arguments: Any) -> None:
-        train_side_by_side([self], **arguments)
+    def params(self) -> list[Any]:
+        """Of the sharded model, or of all stages."""
+        models = [self.model] if isinstance(self.model, nn.Module) else self.model
+        return [param for each in models for param in each.parameters()]
+
+    def train(self, **arguments: Any) -> list[torch.optim.Optimizer]:
+        """See `train_side_by_side`."""
+        return train_side_by_side([self], **arguments)
 
 
 def train_side_by_side(
@@ -300,13 +343,17 @@ def train_side_by_side(
     make_optimizer: MakeOptimizer = adamw,
     after_step: Callable[[int], object] = lambda step: None,
     set_to_none: bool = True,
-) -> None:
-    """Steps of several sharded copies of one model and of one plain copy, which is what costs; compared all along."""
+) -> list[torch.optim.Optimizer]:
+    """Steps of several sharded copies of one model and of one plain copy, which costs most; compared all along.
+
+    Returns:
+        The plain copy's optimizer, and that of each pair.
+    """
     first = pairs[0]
     for pair in pairs:
         pair.plain = first.plain
     plain_optimizer = make_optimizer(first.plain.parameters())
-    optimizers = [make_optimizer(pair.model.parameters()) for pair in pairs]
+    optimizers = [make_optimizer(pair.params()) for pair in pairs]
     for step in range(steps):
         first.plain_backward(step)
         for pair in pairs:
@@ -321,11 +368,13 @@ def train_side_by_side(
             optimizer.zero_grad(set_to_none)
         for pair in pairs:
             pair.same_params()
-            assert set_to_none or not any(p.grad.local.any() for p in pair.model.parameters() if p.grad is not None)
+            assert set_to_none or not any(p.grad.local.any() for p in pair.params() if p.grad is not None)
         after_step(step)
     for pair, optimizer in zip(pairs, optimizers, strict=True):
         same_optimizer_states(pair.model, optimizer, pair.plain, plain_optimizer, pair.bound)
-        pair.same_state()
+        if isinstance(pair.model, nn.Module) and not any(hasattr(param, "divided") for param in pair.params()):
+            pair.same_state()
+    return [plain_optimizer, *optimizers]
 
 
 TRAINING = ("steps", "make_optimizer", "after_step", "set_to_none")
