@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import zeromesh as zm
 from tests.dist.owners.optimizers import LAMB
 from tests.dist.owners.test_parity import (
+    ALL,
     KINDS,
-    all_in_one_process,
     all_kinds,
     backward,
     groups_of,
@@ -34,7 +34,6 @@ from zeromesh.errors import CheckpointError
 
 RANKS = 4
 SAVED = 2
-ALL = "all kinds"
 
 
 def owned(kind: str) -> Any:
@@ -81,8 +80,7 @@ def resume(path: Path, sizes: tuple[int, ...], strategy: str, kind: str = ALL, *
 
 
 def in_one_process_at_the_end(kind: str, steps: int) -> nn.Module:
-    expected = all_in_one_process(RANKS, steps) if kind == ALL else in_one_process(kind, RANKS, steps)
-    return expected.params[-1]
+    return in_one_process(kind, RANKS, steps).params[-1]
 
 
 def test_all_kinds_resume_anywhere(pool: Pool, tmp_path: Path) -> None:

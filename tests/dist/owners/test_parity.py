@@ -20,6 +20,7 @@ from zeromesh.engine.optim import WHOLE, stored
 
 MICRO_BATCHES = 2
 STEPS = 2
+ALL = "all kinds"
 NAMES = ("node", "cluster", "region")
 
 
@@ -130,19 +131,6 @@ def optimizers_of(kind: str, model: nn.Module, make: Callable[..., optim.Optimiz
     return found
 
 
-def in_one_process(kind: str, ranks: int, steps: int = STEPS) -> Expected:
-    model = net()
-    optimizers = optimizers_of(kind, model, KINDS[kind][0])
-    params = []
-    for step in range(steps):
-        backward_plainly(model, step, ranks)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        params.append(copy.deepcopy(model))
-    return Expected(params=[*params[:-1], model], optimizers={kind: optimizers[0]})
-
-
 def same_states(model: nn.Module, ours: optim.Optimizer, expected: nn.Module, theirs: optim.Optimizer) -> None:
     """Each tensor's states are whole on one of the ranks of a copy, and the plain optimizer's."""
     params = sharded_params(model)
@@ -218,9 +206,13 @@ def owned_kind(kind: type[optim.Optimizer], groups: Any, ours: dict[str, Any], *
     return zm.by_owner(kind, groups, bucket_bytes=400, **ours, **options)  # several, that are on their way at once
 
 
-def all_in_one_process(ranks: int, steps: int = STEPS) -> Expected:
-    model = many()
-    optimizers = all_kinds(model, plain_kind)
+def in_one_process(kind: str, ranks: int, steps: int = STEPS) -> Expected:
+    """With optimizers of one kind, or of all on tensors of their own."""
+    model = many() if kind == ALL else net()
+    if kind == ALL:
+        optimizers = all_kinds(model, plain_kind)
+    else:
+        optimizers = dict(zip((kind, "AdamW"), optimizers_of(kind, model, KINDS[kind][0]), strict=False))
     params = []
     for step in range(steps):
         backward_plainly(model, step, ranks)
@@ -233,7 +225,7 @@ def all_in_one_process(ranks: int, steps: int = STEPS) -> Expected:
 
 def train(sizes: tuple[int, ...], strategies: Sequence[str]) -> None:
     """Under each of the strategies, the steps of one process."""
-    expected = kept(told_by_first, all_in_one_process, dist.get_world_size(), STEPS)
+    expected = kept(told_by_first, in_one_process, ALL, dist.get_world_size())
     for strategy in strategies:
         model = shard(many(), sizes, strategy)
         optimizers = all_kinds(model, owned_kind)
