@@ -40,13 +40,17 @@ ONE_AXIS = ("node=3", "node=0", "node=3d", "node=3k")
 """On two ranks: for features that do not depend on the number of levels."""
 
 
-def mesh_2x2(device: str = "cpu") -> DeviceMesh:
-    return kept(init_device_mesh, device, (2, 2), mesh_dim_names=("cluster", "node"))
+def mesh_of(*shape: int, device: str = "cpu") -> DeviceMesh:
+    """A mesh with the shape given innermost first, made once: node, cluster, region, site. Ranks share devices."""
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    names = ("node", "cluster", "region", "site")[: len(shape)]
+    return kept(init_device_mesh, device, tuple(reversed(shape)), mesh_dim_names=tuple(reversed(names)))
 
 
-def mesh_of_world(device: str) -> DeviceMesh:
+def mesh_of_world(device: str = "cpu") -> DeviceMesh:
     world = dist.get_world_size()
-    return mesh_2x2(device) if world == 4 else kept(init_device_mesh, device, (world,), mesh_dim_names=("node",))
+    return mesh_of(*(2, 2) if world == 4 else (world,), device=device)
 
 
 class Block(nn.Module):

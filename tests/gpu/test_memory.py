@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import mesh_of
+from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
 from tests.gpu.conftest import TIMEOUT_S
 from zeromesh.trace import MemoryLine

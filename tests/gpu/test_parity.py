@@ -16,8 +16,9 @@ import torch
 
 import zeromesh as zm
 from tests.dist.engine.delays import delays, without_order_of_lanes, without_wait
-from tests.dist.engine.reference import Case, Unequal, backward, check, mesh_of, sharded
+from tests.dist.engine.reference import Case, Unequal, backward, check, sharded
 from tests.dist.engine.test_delays import STRATEGIES
+from tests.dist.parity import mesh_of
 from tests.dist.pool import Pool, on_ranks
 from tests.gpu.conftest import TIMEOUT_S
 from tests.pure.strategy.mixes import mixes, notation

@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
-from tests.dist.engine.reference import Block, Case, backward, evaluate, mesh_of, sharded
+from tests.dist.engine.reference import Block, Case, backward, evaluate, sharded
 from tests.dist.engine.test_parts import PAIRS, in_parts
+from tests.dist.parity import mesh_of
 from tests.pure.strategy.mixes import mixes, notation
 from tests.simdev.clean import SOURCES, require_clean, require_documented
 from tests.simdev.faults import FAULTS, without_keeping, without_landing

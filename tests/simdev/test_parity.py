@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
 from tests.dist.engine import reference
-from tests.dist.engine.reference import Case, check, mesh_of, plain
+from tests.dist.engine.reference import Case, check, plain
+from tests.dist.parity import mesh_of
 from tests.simdev.clean import require_documented
 from tests.simdev.ranks import on_devices
 from zeromesh import simdev

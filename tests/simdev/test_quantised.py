@@ -7,8 +7,8 @@ import copy
 import torch
 
 import zeromesh as zm
-from tests.dist.engine.reference import mesh_of
 from tests.dist.engine.test_quantised import MICRO_BATCHES, Net, off, train
+from tests.dist.parity import mesh_of
 from tests.simdev.clean import require_documented
 from tests.simdev.ranks import on_devices
 from zeromesh import simdev

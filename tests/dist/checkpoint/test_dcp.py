@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 import zeromesh as zm
 from tests.dist.checkpoint.models import Mesh, Odd, assemble, make, require_equal, slices, train
+from tests.dist.parity import mesh_of
 from tests.dist.pool import Pool, kept
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.storage import LocalStorage
@@ -49,7 +50,7 @@ def fsdp2(seed: int, *, columns: bool = False) -> tuple[nn.Module, torch.optim.O
     model = Odd()
     del model.scale, model.none  # FSDP2 takes neither 0-d nor empty parameters well
     model.scale, model.none = 1.0, torch.zeros(0, 3)  # type: ignore[assignment]
-    mesh = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
+    mesh = mesh_of(2)
     place = (lambda p: Shard(p.ndim - 1) if p.ndim > 1 and p.shape[-1] % 2 == 0 else None) if columns else None
     fully_shard(model, mesh=mesh, shard_placement_fn=place)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeromesh as zm
+from tests.dist.parity import mesh_of
 from tests.dist.pool import Pool, kept, on_ranks
 from zeromesh.comm import AxisGroup, all_gather, groups, make_groups
 from zeromesh.comm.exchange import Exchange
@@ -191,7 +192,7 @@ def test_ranks_that_do_not_free_theirs_at_once_make_new_ones():
 @on_ranks(4)
 def test_a_rank_that_frees_late_keeps_the_others_in_step():
     """A rank that used old ones again while others made new ones would wait for them for ever."""
-    mesh, two = kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node")), axes(*TWO)
+    mesh, two = mesh_of(2, 2), axes(*TWO)
     make_groups(mesh, two)
     held = []
     for late in (1, 2, 3, 0):

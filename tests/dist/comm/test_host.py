@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.dist.pool import kept, on_ranks
+from tests.dist.parity import mesh_of
+from tests.dist.pool import on_ranks
 from zeromesh.comm import AxisGroup, all_gather, all_reduce, all_reduce_max, make_groups, reduce_scatter
 from zeromesh.comm.transport import HostCopies, Native, Transport, carried, transport_of
 from zeromesh.strategy import Layout
@@ -48,7 +48,7 @@ def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def group_of_two(transport: Transport | None = None) -> AxisGroup:
-    mesh = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
+    mesh = mesh_of(2)
     Elsewhere.seen.clear()
     group = make_groups(mesh, Layout.of("node=3", [("node", 2)]).axes)["node"]
     group.transport = transport or group.transport

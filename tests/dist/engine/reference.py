@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import zeromesh as zm
-from tests.dist.pool import kept, told_by_first
+from tests.dist.parity import local_part, mesh_of, shown
+from tests.dist.pool import told_by_first
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.engine import Engine
 
@@ -309,14 +310,6 @@ def sharded(strategy: str, case: Case, mesh: DeviceMesh, **options: Any) -> Iter
     engine_of(model).at_rest()
 
 
-def mesh_of(*shape: int, device: str = "cpu") -> DeviceMesh:
-    """A mesh with the shape given innermost first, made once: node, cluster, region, site. Ranks share devices."""
-    if device == "cuda":
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    names = ("node", "cluster", "region", "site")[: len(shape)]
-    return kept(init_device_mesh, device, tuple(reversed(shape)), mesh_dim_names=tuple(reversed(names)))
-
-
 def backward(model: nn.Module, case: Case, step: int) -> None:
     """All micro-batches of one step on this rank."""
     before = shown(model)
@@ -329,11 +322,6 @@ def backward(model: nn.Module, case: Case, step: int) -> None:
             (loss if case.weighted else loss / case.micro_batches).backward()
         if not last and shown(model) != before:
             raise Unequal(f"micro-batch {micro} is not the last of step {step}, but gradients are shown after it")
-
-
-def shown(model: nn.Module) -> list[bool]:
-    """Of which parameters an optimizer would see a gradient."""
-    return [param.grad is not None for param in model.parameters()]
 
 
 def take_step(model: nn.Module, optimizer: Optimizers, case: Case, step: int) -> None:
@@ -586,8 +574,7 @@ class Comparison:
 
 def _slice(param: Any, whole: Tensor | None) -> Tensor:
     assert whole is not None
-    own = whole.detach().flatten()[param.flat_start : param.flat_start + param.local.numel()]
-    return own.to(param.local.device)
+    return local_part(param, whole).to(param.local.device)
 
 
 def _digest(tensor: Tensor) -> str:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import Case, backward, mesh_of, require_same, sharded, trained
+from tests.dist.engine.reference import Case, backward, require_same, sharded, trained
 from tests.dist.engine.test_native import native
+from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.backend import DeviceBackend

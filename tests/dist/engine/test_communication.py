@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import Case, backward, mesh_of, sharded
+from tests.dist.engine.reference import Case, backward, sharded
+from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.schedule import LANES, Transfer, lane_axes

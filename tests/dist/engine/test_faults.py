@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, Case, Unequal, backward, check, mesh_of, sharded
+from tests.dist.engine.reference import TIMEOUT_S, Case, Unequal, backward, check, sharded
+from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
 from zeromesh.comm import Lane, Step
 from zeromesh.engine import backend

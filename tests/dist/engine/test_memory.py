@@ -13,8 +13,9 @@ from torch import optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeromesh as zm
-from tests.dist.engine.reference import Case, Net, backward, mesh_of, sharded, take_step
+from tests.dist.engine.reference import Case, Net, backward, sharded, take_step
 from tests.dist.engine.test_communication import LOSSLESS
+from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import ModelError

@@ -12,8 +12,9 @@ import pytest
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import Case, check, mesh_of
+from tests.dist.engine.reference import Case, check
 from tests.dist.engine.test_parity import EACH, EACH_KEPT, THREE
+from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
 from zeromesh.comm import AxisGroup, groups
 from zeromesh.comm.transport import Native

@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 
 import zeromesh as zm
-from tests.dist.engine.reference import Bits, Case, check, mesh_of, require_same, trained
+from tests.dist.engine.reference import Bits, Case, check, require_same, trained
+from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
 from zeromesh.collectives.ho_ring import HoRing
 from zeromesh.errors import NotationError

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 import zeromesh as zm
-from tests.dist.engine.reference import Case, backward, check, mesh_of, sharded
+from tests.dist.engine.reference import Case, backward, check, sharded
+from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
 from tests.pure.strategy.mixes import mixes, notation
 from zeromesh.engine.api import engine_of

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import mesh_of
+from tests.dist.parity import mesh_of
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.comm import Step
 from zeromesh.engine.api import engine_of

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import mesh_of
+from tests.dist.parity import mesh_of
 from tests.dist.pool import Pool
 from zeromesh.schedule import transfer
 from zeromesh.wires import QuantFormat, blocks, coded

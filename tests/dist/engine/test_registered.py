@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import mesh_of
+from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
 from zeromesh.comm import groups as communicators
 from zeromesh.engine import build

@@ -11,7 +11,8 @@ from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeromesh as zm
-from tests.dist.engine.reference import Case, backward, batch, loss_of, mesh_of
+from tests.dist.engine.reference import Case, backward, batch, loss_of
+from tests.dist.parity import mesh_of
 from tests.dist.parity import net as plain_net
 from tests.dist.pool import kept, on_ranks
 from zeromesh.errors import (

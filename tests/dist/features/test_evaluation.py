@@ -17,7 +17,7 @@ from tests.dist.parity import (
     Pair,
     adamw,
     close,
-    mesh_2x2,
+    mesh_of,
     net,
     next_token_loss,
     tokens,
@@ -134,7 +134,7 @@ class Conditional(nn.Module):
 def train_in_order(usual: list[int], odd: list[int]) -> None:
     """Two steps, the second in another order on the last rank."""
     torch.manual_seed(0)
-    model = zm.shard(Conditional().double(), mesh_2x2(), "node=3,cluster=1")
+    model = zm.shard(Conditional().double(), mesh_of(2, 2), "node=3,cluster=1")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for order in (usual, odd if dist.get_rank() == 3 else usual):
         model.order = order

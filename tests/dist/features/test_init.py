@@ -21,7 +21,7 @@ from tests.dist.parity import (
     Net,
     Pair,
     close,
-    mesh_2x2,
+    mesh_of,
     mesh_of_world,
     net,
     next_token_loss,
@@ -60,7 +60,7 @@ def test_meta_model_gets_its_values_on_the_first_rank(strategy):
     for module in expected.modules():
         with torch.no_grad():
             ordered_init([])(module)
-    model = zm.shard(net().to("meta"), mesh_2x2(), strategy, init=ordered_init(calls))
+    model = zm.shard(net().to("meta"), mesh_of(2, 2), strategy, init=ordered_init(calls))
     # Embedding, final norm and head; in each block two linear layers, a norm and the block's own gain.
     assert len(calls) == (0 if dist.get_rank() else 3 + 3 * 4)
     same_state(model, expected)
@@ -103,7 +103,7 @@ def test_no_rank_ever_holds_the_whole_meta_model():
 
     model = net(num_blocks=20, dim=16).to("meta")
     whole = sum(param.nbytes for param in model.parameters())
-    mesh = mesh_2x2()
+    mesh = mesh_of(2, 2)
     with Held() as held:
         zm.shard(model, mesh, "node=3,cluster=3", init=init)
     engine = engine_of(model)
@@ -146,7 +146,7 @@ class Shared(nn.Module):
 def test_modules_initialise_themselves():
     with torch.device("meta"):
         model = Shared()
-    zm.shard(model, mesh_2x2(), "node=3,cluster=1")
+    zm.shard(model, mesh_of(2, 2), "node=3,cluster=1")
     state = zm.full_state_dict(model)
     assert all(block.table.tolist() == [0, 1, 2, 3] for block in model.blocks)
     if dist.get_rank() == 0:
@@ -169,7 +169,7 @@ def test_what_has_values_keeps_them_beside_what_is_made(strategy, init):
     model[0].bias = nn.Parameter(torch.empty(8, device="meta"))
     model[1].to("meta")
     given = init and (lambda module: init(module) if isinstance(module, nn.Linear) else None)
-    whole = zm.full_state_dict(zm.shard(model, mesh_2x2(), strategy, init=given))
+    whole = zm.full_state_dict(zm.shard(model, mesh_of(2, 2), strategy, init=given))
     if dist.get_rank() == 0:
         made = {name for name, value in expected.items() if not torch.equal(whole[name], value)}
         assert made == {"0.bias", "1.weight", "1.bias"}
@@ -208,7 +208,7 @@ def test_values_that_nobody_gives_are_an_error_on_every_rank():
         with torch.device("meta"):
             model = nn.Sequential(Bare(forgotten), Bare(forgotten))
         with pytest.raises(ModelError, match=message) if message else nullcontext():
-            zm.shard(model, mesh_of_world("cpu"), "node=3")
+            zm.shard(model, mesh_of_world(), "node=3")
     assert all(bare.index.tolist() == [0, 1, 2, 3] and bare.mask.all() for bare in model)
 
 
@@ -219,7 +219,7 @@ def test_memory_that_one_rank_lacks_is_an_error_on_every_rank():
     failing = mock.patch.object(build, "_bytes", side_effect=MemoryError("no room"))
     error, message = (MemoryError, "no room") if rank == 2 else (MismatchError, "on rank 2 it did not: MemoryError")
     with failing if rank == 2 else nullcontext(), pytest.raises(error, match=message):
-        zm.shard(net(), mesh_2x2(), "node=3,cluster=1")
+        zm.shard(net(), mesh_of(2, 2), "node=3,cluster=1")
 
 
 @on_ranks(2)
@@ -231,7 +231,7 @@ def test_hugging_face_on_the_meta_device():
         with torch.device("meta"):
             model = build(kind).float()
         torch.manual_seed(1)
-        zm.shard(model, mesh_of_world("cpu"), "node=3")
+        zm.shard(model, mesh_of_world(), "node=3")
         for (name, held), (_, value) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
             close(held, value, name)
         for name, value in zm.full_state_dict(model).items():
@@ -249,7 +249,7 @@ def test_weights_on_the_first_rank_only(strategy, others):
     if dist.get_rank():
         torch.manual_seed(dist.get_rank())
         model = model.to("meta") if others == "meta" else Net().double()
-    zm.shard(model, mesh_2x2(), strategy)
+    zm.shard(model, mesh_of(2, 2), strategy)
     same_params(model, expected)
     same_state(model, expected)
 
@@ -260,7 +260,7 @@ def test_buffers_are_the_first_rank_s():
     rank = dist.get_rank()
     for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
         model.register_buffer(f"of_{dtype}".replace(".", "_"), torch.arange(6).view(2, 3).t().to(dtype) + rank)
-    zm.shard(model, mesh_2x2(), "node=3,cluster=1")
+    zm.shard(model, mesh_of(2, 2), "node=3,cluster=1")
     for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
         assert getattr(model, f"of_{dtype}".replace(".", "_")).equal(torch.arange(6).view(2, 3).t().to(dtype))
 
@@ -279,7 +279,7 @@ def test_whole_state_of_dtypes_that_gloo_does_not_know():
     # torchtitan's split a fused weight, which needs the whole of it.
     model.register_state_dict_post_hook(lambda *_: pytest.fail("called with slices"))
     model.register_parameter("codes", nn.Parameter(torch.zeros(3, dtype=torch.uint16), requires_grad=False))
-    zm.shard(model, mesh_2x2(), "node=2,cluster=1")
+    zm.shard(model, mesh_of(2, 2), "node=2,cluster=1")
     state = values | {"weight": torch.eye(2), "bias": torch.ones(2), "none": torch.zeros(0, 2)}
     state["codes"] = torch.tensor([1, 2, 60000], dtype=torch.uint16)
     zm.load_full_state_dict(model, state if dist.get_rank() == 0 else {})
@@ -324,7 +324,7 @@ def test_a_change_by_hand_and_refresh(strategy):
 
 @on_ranks(4)
 def test_moving_a_sharded_model():
-    model = zm.shard(net().float(), mesh_2x2(), "node=3,cluster=1", param_dtype=torch.bfloat16)
+    model = zm.shard(net().float(), mesh_of(2, 2), "node=3,cluster=1", param_dtype=torch.bfloat16)
     before = zm.full_state_dict(model)
     assert model.to("cpu") is model and model.float() is model
     for move in (nn.Module.half, nn.Module.double, lambda m: m.to("meta"), lambda m: m.to_empty(device="cpu")):

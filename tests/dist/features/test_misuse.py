@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
-from tests.dist.parity import BOUND, Part, Unit, close, local_part, sgd
-from tests.dist.pool import kept, on_ranks
+from tests.dist.parity import BOUND, Part, Unit, close, local_part, mesh_of, sgd
+from tests.dist.pool import on_ranks
 from zeromesh.errors import ModelError
 
 WIDTH = 6
@@ -23,7 +22,7 @@ STAGES = pytest.mark.parametrize("strategy", ["node=3", "node=1", "node=0"])
 
 
 def mesh():
-    return kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
+    return mesh_of(2)
 
 
 def chain(blocks: int = 4) -> nn.Sequential:

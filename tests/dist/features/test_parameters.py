@@ -21,7 +21,7 @@ from tests.dist.parity import (
     adamw,
     check,
     mean_square,
-    mesh_2x2,
+    mesh_of,
     net,
     next_token_loss,
     sgd,
@@ -95,7 +95,7 @@ def test_lora():
 def test_units_with_frozen_parameters_are_reduced_as_the_backward_passes_them():
     """Joined ones too."""
     for strategy in ("node=3,cluster=1", "node=0,cluster=1"):
-        model = zm.shard(with_lora(num_blocks=6), mesh_2x2(), strategy, bucket_bytes=2500)
+        model = zm.shard(with_lora(num_blocks=6), mesh_of(2, 2), strategy, bucket_bytes=2500)
         engine, ended = engine_of(model), list[int]()
         for _ in range(2):
             next_token_loss(model, tokens(0, 0, dist.get_rank())).backward()
@@ -111,7 +111,7 @@ def test_units_with_frozen_parameters_are_reduced_as_the_backward_passes_them():
 def test_changing_what_is_frozen_after_sharding_is_refused():
     model = net()
     model.embed.requires_grad_(False)
-    zm.shard(model, mesh_2x2(), "node=3,cluster=1")
+    zm.shard(model, mesh_of(2, 2), "node=3,cluster=1")
     with pytest.raises(ModelError, match=r"embed\.weight was frozen when zm\.shard.*before zm\.shard"):
         model.embed.weight.requires_grad_(True)
     with pytest.raises(ModelError, match=r"embed\.weight was frozen"):
@@ -207,11 +207,11 @@ def test_dtypes_that_cannot_train():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ModelError, match=r"phase has dtype torch\.complex64.*fp64, fp32, bf16 or fp16.*requires_grad"):
-        zm.shard(model, mesh_2x2(), "node=3,cluster=1")
+        zm.shard(model, mesh_of(2, 2), "node=3,cluster=1")
     model.phase = None
     codes = torch.arange(4, dtype=torch.int8) + dist.get_rank()
     model.codes = nn.Parameter(codes, requires_grad=False)
-    zm.shard(model, mesh_2x2(), "node=3,cluster=1")
+    zm.shard(model, mesh_of(2, 2), "node=3,cluster=1")
     state = zm.full_state_dict(model)
     assert dist.get_rank() or state["codes"].tolist() == [0, 1, 2, 3]  # the first rank's, like every value
 

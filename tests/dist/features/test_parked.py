@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import mesh_of
+from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import ModelError

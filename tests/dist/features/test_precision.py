@@ -20,7 +20,7 @@ from tests.dist.parity import (
     Pair,
     close,
     local_part,
-    mesh_2x2,
+    mesh_of,
     net,
     next_token_loss,
     sharded_params,
@@ -98,7 +98,7 @@ def test_scaled_gradients_of_fp16_compute():
     for strategy in ("node=3,cluster=1", "node=0,cluster=1"):
         base = net().float()
         plain = copy.deepcopy(base).double()
-        model = zm.shard(base, mesh_2x2(), strategy, param_dtype=torch.float16)
+        model = zm.shard(base, mesh_of(2, 2), strategy, param_dtype=torch.float16)
         optimizers = [optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, model)]
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**21, growth_interval=3)
         scale, taken, skips = 2.0**21, 0, []
@@ -170,7 +170,7 @@ def test_compute_dtype_master_dtype_and_the_dtypes_of_inputs(strategy, dtype):
     base = Watched()
     plain = Watched()
     plain.load_state_dict(base.state_dict())
-    model = zm.shard(base, mesh_2x2(), strategy, param_dtype=dtype)
+    model = zm.shard(base, mesh_of(2, 2), strategy, param_dtype=dtype)
     optimizer = optim.SGD(model.parameters(), lr=0.5)
     data = [torch.randn(4, 5, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
     for rank in range(4):
@@ -198,7 +198,7 @@ def test_updates_too_small_for_the_compute_dtype_add_up():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for param in model.parameters():
         nn.init.ones_(param)
-    zm.shard(model, mesh_2x2(), "node=3,cluster=1", param_dtype="bf16")
+    zm.shard(model, mesh_of(2, 2), "node=3,cluster=1", param_dtype="bf16")
     optimizer = optim.SGD(model.parameters(), lr=2**-12)
     for _ in range(32):
         for param in model.parameters():
@@ -253,8 +253,8 @@ def test_frozen_weights_of_few_bits_are_sharded_in_their_dtype_saved_and_loaded(
     plain = nn.Sequential(*(Quantised(dtype) for _ in range(3)))
     torch.manual_seed(dist.get_rank())  # values are the first rank's
     models = [nn.Sequential(*(Quantised(dtype) for _ in range(3))) for _ in range(2)]
-    model = zm.shard(models[0], mesh_2x2(), strategy, **options)
-    other = zm.shard(models[1], mesh_2x2(), "node=1,cluster=3")
+    model = zm.shard(models[0], mesh_of(2, 2), strategy, **options)
+    other = zm.shard(models[1], mesh_of(2, 2), "node=1,cluster=3")
     ours, theirs = (optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, plain))
     x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
     with zm.traffic_report(model, micro_batches=1) as traffic:

@@ -291,7 +291,7 @@ def test_wrappers_around_what_is_sharded(strategy, compiled):
     plain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))).double()
     inner: Any = copy.deepcopy(plain)
     wrapped = checkpoint_wrapper(torch.compile(inner, backend="eager") if compiled else inner)
-    model = zm.shard(wrapped, mesh_of_world("cpu"), strategy, bucket_bytes=0)
+    model = zm.shard(wrapped, mesh_of_world(), strategy, bucket_bytes=0)
     assert [unit.name for unit in engine_of(model).units] == ["", "0", "1"]
     batches = [vectors(4)(0, 0, rank) for rank in range(2)]
     mean_square(model, batches[dist.get_rank()]).backward()

@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeromesh as zm
-from tests.dist.pool import kept, on_ranks
+from tests.dist.parity import mesh_of
+from tests.dist.pool import on_ranks
 from zeromesh.engine import control
 from zeromesh.engine.param import Slice
 from zeromesh.errors import CheckpointError, CommunicationError, InputError, MismatchError, ModelError, OptimizerError
@@ -35,7 +36,7 @@ SOME = pytest.mark.parametrize("strategy", STRATEGIES[1::2])
 
 
 def mesh():
-    return kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
+    return mesh_of(2, 2)
 
 
 def net(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -663,7 +664,7 @@ def test_states_of_another_shape_are_refused_on_every_rank():
 @on_ranks(2)
 def test_a_compiled_step_gives_the_same_values(kind, strategy):
     torch._dynamo.reset()
-    group = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
+    group = mesh_of(2)
     models = [zm.shard(net(), group, strategy) for _ in range(2)]
     optimizers = [kind(each.parameters(), lr=0.1) for each in models]
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]

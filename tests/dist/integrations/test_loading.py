@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
 from tests.dist.integrations.hugging import SIZES, arguments, build, curve, launched, samples, sharding
-from tests.dist.pool import kept, on_ranks
+from tests.dist.parity import mesh_of
+from tests.dist.pool import on_ranks
 from zeromesh.checkpoint.safetensors import Stored
 from zeromesh.engine.lazy import lacks_values
 from zeromesh.engine.param import ShardedParameter
@@ -53,7 +53,7 @@ def test_values_are_those_of_the_library(kind, tmp_path):
     expected = expected or hf.AutoModelForCausalLM.from_pretrained(tmp_path)
     model = zm.from_pretrained(type(expected), tmp_path)
     assert all(map(lacks_values, model.parameters()))
-    mesh = kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
+    mesh = mesh_of(2, 2)
     zm.shard(model, mesh, "node=3,cluster=1")
     assert all(isinstance(parameter, ShardedParameter) for parameter in model.parameters())
     assert {name: tensor.dtype for name, tensor in model.named_buffers()} == {
@@ -118,7 +118,7 @@ def test_adapters_keep_what_they_have(strategy, tmp_path):
         model = peft.get_peft_model(base(tmp_path, whole=False), peft.LoraConfig(r=2, target_modules="all-linear"))
     with torch.no_grad():  # as trained ones, of which no number is what an initialisation gives
         before = {name: param.add_(1).clone() for name, param in model.named_parameters() if param.requires_grad}
-    zm.shard(model, kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",)), strategy)
+    zm.shard(model, mesh_of(2), strategy)
     whole = zm.full_state_dict(model)
     assert len(before) == 28
     for name, value in before.items() if dist.get_rank() == 0 else ():
@@ -241,7 +241,7 @@ def test_a_new_head_begins_anew_and_is_named(tmp_path):
     expected = load_file(tmp_path / "model.safetensors")
     with pytest.warns(UserWarning, match=r"begins anew with score.weight; leaves out of the files lm_head.weight"):
         model = zm.from_pretrained(hf.AutoModelForSequenceClassification, tmp_path, num_labels=3)
-    zm.shard(model, kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",)), "node=3")
+    zm.shard(model, mesh_of(2), "node=3")
     whole = zm.full_state_dict(model)
     if dist.get_rank() == 0:
         assert whole["score.weight"].shape == (3, 8) and whole["score.weight"].std() > 0
@@ -253,7 +253,7 @@ def test_refuses(tmp_path):
     import transformers as hf
 
     first = dist.get_rank() == 0
-    mesh = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
+    mesh = mesh_of(2)
     with pytest.raises(InputError, match="must be the directory of a model of transformers"):
         base(tmp_path / "none", whole=False)
     if first:

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
 from tests.dist.integrations.hugging import (
@@ -30,7 +29,8 @@ from tests.dist.integrations.hugging import (
     samples,
     sharding,
 )
-from tests.dist.pool import Pool, kept, on_ranks
+from tests.dist.parity import mesh_of
+from tests.dist.pool import Pool, on_ranks
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import CheckpointError, InputError, MeshError, ModelError, OptimizerError
 
@@ -412,7 +412,7 @@ def test_an_encoder_is_called_by_itself():
     torch.manual_seed(0)
     expected = hf.T5ForConditionalGeneration(config).eval()
     torch.manual_seed(0)
-    mesh = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
+    mesh = mesh_of(2)
     model = zm.shard(hf.T5ForConditionalGeneration(config).eval(), mesh, "node=3")
     adapt(model, None)
     ids = torch.arange(3, 13)[None] + dist.get_rank()

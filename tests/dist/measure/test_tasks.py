@@ -12,7 +12,7 @@ import torch.distributed as dist
 import zeromesh as zm
 from bench.cells import run_cells
 from bench.matrix import Cell, make_cells
-from tests.dist.engine.reference import mesh_of
+from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
 from tests.pure.measure.probed import raw
 from zeromesh.errors import MeshError

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import zeromesh as zm
 from tests.dist.parallel.experts import build, example, keep_own, tokens, train_experts
 from tests.dist.parallel.tensor import FP64
-from tests.dist.parity import adamw, mesh_2x2, same_params
+from tests.dist.parity import adamw, mesh_of, same_params
 from tests.dist.pool import kept, on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import MeshError, MismatchError, ModelError
@@ -20,7 +20,7 @@ from zeromesh.errors import MeshError, MismatchError, ModelError
 
 def sharded(own: str, part: str, *, shared: bool, dtensors: bool):
     """Experts over the node, shared over the cluster."""
-    mesh, model = mesh_2x2(), build(shared=shared)
+    mesh, model = mesh_of(2, 2), build(shared=shared)
     if dtensors:
         model.spread(mesh["node"])
     else:
@@ -98,7 +98,7 @@ def over_all_ranks(strategy: str, own: DeviceMesh | None = None):
     sparse, model = kept(init_device_mesh, "cpu", (1, 4), mesh_dim_names=("copies", "experts")), build(shared=False)
     model.spread(sparse["experts"])
     parts = {"*.experts": zm.Part(mesh=sparse["copies"], strategy="copies=0")}
-    return zm.shard(model, own or mesh_2x2(), strategy, parts=parts, **FP64)
+    return zm.shard(model, own or mesh_of(2, 2), strategy, parts=parts, **FP64)
 
 
 def step(model, optimizer, number: int) -> None:
@@ -120,8 +120,8 @@ def test_states_are_of_whole_tensors(tmp_path):
     checkpoints.close()
     step(model, optimizer, 1)
     next_full = zm.full_state_dict(model)
-    others = zm.shard(build(shared=False), mesh_2x2(), "node=1,cluster=3", **FP64), over_all_ranks("node=3,cluster=0")
-    for other in others:
+    whole = zm.shard(build(shared=False), mesh_of(2, 2), "node=1,cluster=3", **FP64)
+    for other in (whole, over_all_ranks("node=3,cluster=0")):
         loaded = adamw(other.parameters())
         zm.Checkpoints(tmp_path, other, loaded).load()
         after = zm.full_state_dict(other)
@@ -164,7 +164,7 @@ def test_from_the_meta_device_with_buffers_of_its_own():
         if hasattr(module, "first"):
             module.first.fill_(mesh["node"].get_local_rank() + 10 * mesh["cluster"].get_local_rank())
 
-    mesh, plain = mesh_2x2(), build(shared=True)
+    mesh, plain = mesh_of(2, 2), build(shared=True)
     with torch.no_grad():
         for module in plain.modules():
             init(module)
@@ -213,18 +213,18 @@ def test_what_is_held_and_sent():
 
 def spread():
     model = build(shared=False)
-    model.spread(mesh_2x2()["node"])
+    model.spread(mesh_of(2, 2)["node"])
     return model
 
 
 def with_part(model, pattern: str, axis: str, strategy: str):
-    part = zm.Part(mesh=mesh_2x2()[axis], strategy=strategy)
-    return zm.shard(model, mesh_2x2(), "node=3,cluster=1", parts={pattern: part})
+    part = zm.Part(mesh=mesh_of(2, 2)[axis], strategy=strategy)
+    return zm.shard(model, mesh_of(2, 2), "node=3,cluster=1", parts={pattern: part})
 
 
 @on_ranks(4)
 def test_what_cannot_be_is_refused_on_all_ranks():
-    mesh, saving = mesh_2x2(), spread()
+    mesh, saving = mesh_of(2, 2), spread()
     saving.layers[1].mlp.experts.register_buffer("counts", torch.zeros(2))
     crossing = "node" if dist.get_rank() == 3 else "cluster"
     whole = {"head": zm.Part(mesh=mesh, strategy="zero3")}

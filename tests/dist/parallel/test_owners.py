@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import zeromesh as zm
 from tests.dist.owners.optimizers import LAMB, Orthogonal
@@ -30,8 +30,8 @@ from tests.dist.parallel.tensor import (
     sharded,
 )
 from tests.dist.parallel.test_states import shared_path
-from tests.dist.parity import Pair, close, local_part, same_params
-from tests.dist.pool import kept, on_ranks
+from tests.dist.parity import Pair, close, local_part, mesh_of_world, same_params
+from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import WHOLE
 
@@ -232,7 +232,7 @@ def states_of(model: nn.Module, optimizers: list[Any]) -> dict[tuple[str, str, i
 @on_ranks(4)
 def test_experts_that_are_divided_by_number_are_batches_of_whole_matrices(tmp_path):
     """Nothing of them moves over the axis that divides them, unless the class needs all experts of a layer together."""
-    path, mesh = shared_path(tmp_path), kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
+    path, mesh = shared_path(tmp_path), mesh_of_world()
     model, plain = experts(shared=False), experts(shared=False)
     model.spread(mesh["node"])
     parts = {"*.experts": zm.Part(mesh=mesh["cluster"], strategy="cluster=1")}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
-from tests.dist.parity import net, tokens
+from tests.dist.parity import mesh_of, net, tokens
 from tests.dist.pool import kept, on_ranks
 from zeromesh.api import with_dtypes
 from zeromesh.cluster import Cluster, find_cluster
@@ -24,7 +24,7 @@ CLUSTER = find_cluster("gloo-laptop")
 
 
 def planned(model: nn.Module, workload: dict[str, Any], *, cluster: Cluster = CLUSTER, **options: Any) -> nn.Module:
-    mesh = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
+    mesh = mesh_of(2)
     return zm.shard(model, mesh, "auto", cluster=cluster, workload=zm.Workload(**WORKLOAD | workload), **options)
 
 
@@ -76,7 +76,7 @@ def test_a_plan_runs_on_a_mesh_that_has_other_axes_of_one_rank():
 
 @on_ranks(2)
 def test_a_plan_for_more_ranks_than_the_mesh_has_is_refused():
-    mesh = kept(init_device_mesh, "cpu", (2,), mesh_dim_names=("node",))
+    mesh = mesh_of(2)
     for strategy, planned_mesh, message in (
         ("node=3,cluster=0", (("node", 2), ("cluster", 2)), "the mesh has no axis 'cluster'"),
         ("node=3", (("node", 8),), r"another mesh than this one, which has node=2 \(planned: 8\): plan for it"),

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.dist.pool import Pool, kept
+from tests.dist.parity import mesh_of
+from tests.dist.pool import Pool
 from tests.dist.train.harness import lines, train_plainly
 from zeromesh.checkpoint.read import read_manifest
 from zeromesh.checkpoint.storage import open_storage
@@ -71,7 +71,7 @@ def train(*configs: TrainConfig) -> bool:
 
 def _train(config: TrainConfig) -> bool:
     torch.set_num_threads(1)
-    mesh = kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
+    mesh = mesh_of(2, 2)
     rank, world = dist.get_rank(), dist.get_world_size()
     return loop.run_training(config, Ranks(rank=rank, world=world, device=torch.device("cpu"), mesh=mesh))
 
