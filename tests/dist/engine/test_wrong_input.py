@@ -268,35 +268,3 @@ def test_whole_tensors_and_slices():
         with pytest.raises(ModelError, match=message):
             zm.load_full_state_dict(model, state if dist.get_rank() == 0 else {})
     assert all(torch.equal(value, good[name]) for name, value in zm.full_state_dict(model).items())
-
-
-class Forked(nn.Module):
-    """Two blocks that ranks may call in different orders."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x, order):
-        for index in order:
-            x = self.blocks[index](x)
-        return x
-
-
-@on_ranks(2, timeout_s=60.0, spoils=True)
-def test_units_in_another_order_on_another_rank():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("node",))
-    model = zm.shard(Forked(), mesh, "node=3")
-    order = (0, 1, 2) if dist.get_rank() == 0 else (1, 0, 2)
-    with pytest.raises(
-        RuntimeError, match=r"(?s)all ranks must call the units in the same order|failed on rank|timed out"
-    ):
-        model(torch.ones(2, 4), order).sum().backward()
-
-
-@on_ranks(2)
-def test_units_in_another_order_where_nothing_is_gathered():
-    model = shard(Forked(), "node=1")
-    order = (0, 1, 2) if dist.get_rank() == 0 else (1, 0, 2)
-    model(torch.ones(2, 4), order).sum().backward()
-    assert all(param.grad is not None for param in model.parameters())

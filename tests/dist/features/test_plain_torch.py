@@ -392,10 +392,12 @@ def test_a_forward_that_writes_to_its_weights_is_told(strategy, way):
             (self.lin.weight if way == "in place" else self.lin.weight.data).clamp_(-0.1, 0.1)
         return out
 
-    blocks = nn.Sequential(*units(2, compute)).double()
-    model = zm.shard(blocks, mesh(), strategy, units=[Unit], bucket_bytes=0)
-    with pytest.raises(ModelError, match=r"the forward of unit '0', .* has written to its parameters.*parametrize"):
-        model(inputs().requires_grad_()).sum().backward()
+    said = r"the forward of unit '0', .* has written to its parameters.*between steps.*parametrize"
+    for debug in (False, True):
+        blocks = nn.Sequential(*units(2, compute)).double()
+        model = zm.shard(blocks, mesh(), strategy, units=[Unit], bucket_bytes=0, debug=debug)
+        with pytest.raises(ModelError, match=said):
+            model(inputs().requires_grad_()).sum().backward()
 
 
 @on_ranks(2)
