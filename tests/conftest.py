@@ -1,4 +1,4 @@
-"""What all tiers share: the directory of a test is its tier, and a tier marks its tests."""
+"""Shared by all tiers: the directory of a test is its tier, and a tier marks its tests."""
 
 from __future__ import annotations
 

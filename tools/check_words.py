@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("src", "bench", "benchmarks", "examples", "lab", "tools", "validation")
+FOLDERS = ("src", "bench", "benchmarks", "examples", "lab", "tests", "tools", "validation")
 CORE = tuple(f"src/zeromesh/{room}/" for room in ("strategy", "wires", "schedule", "comm", "collectives", "engine"))
 BEGINNING = re.compile(r"(?:#\s*)?(?:Of|What)\b")
 OLD = {

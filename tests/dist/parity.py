@@ -29,7 +29,7 @@ STRATEGIES = ("node=3,cluster=1", "node=3,cluster=3", "node=0,cluster=1")
 DEFERRED = "node=3d,cluster=3d"
 
 BOUND = 1e-10
-"""Of fp64 parameters after several steps."""
+"""Largest difference of fp64 parameters after several steps."""
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 DataOf = Callable[[int, int, int], Any]
@@ -293,7 +293,7 @@ class Pair:
 
     @property
     def total(self) -> float:
-        """What all losses of a step count."""
+        """The sum of `counts` over a step."""
         count = self.counts or (lambda micro, place: 1.0)
         return float(sum(count(micro, place) for micro in range(self.micro_batches) for place in range(self.places)))
 
@@ -332,7 +332,7 @@ class Pair:
         same_state(self.model, self.plain, self.bound)
 
     def params(self) -> list[Any]:
-        """Of the sharded model, or of all stages."""
+        """Parameters of the sharded model, or of all stages."""
         models = [self.model] if isinstance(self.model, nn.Module) else self.model
         return [param for each in models for param in each.parameters()]
 

@@ -277,7 +277,7 @@ def _stacks_of(worker: _Worker) -> str:
     return text
 
 
-# What follows runs in the workers.
+# The rest runs in the workers.
 
 
 def _serve(rank: int, pipe: connection.Connection, stacks: str) -> None:

@@ -29,7 +29,7 @@ FORMS = [QuantFormat(bits=bits, block=block) for bits, block in SHAPES]
 NUMELS = [300] if INTERPRETED else [1, 300, 1500, 3_000_001]
 LONG = 403 if INTERPRETED else 100_003
 COPIES = 64 if INTERPRETED else 4096
-"""Of a block whose mean is looked at."""
+"""Values of a block whose mean is looked at."""
 
 
 def random(numel: int, seed: int, device: torch.device = HOST) -> torch.Tensor:

@@ -41,7 +41,7 @@ class Stack(nn.Module):
 
 
 def requested_bytes() -> int:
-    """Of live tensors, before the allocator rounds them up."""
+    """Bytes of live tensors, before the allocator rounds them up."""
     torch.cuda.synchronize()
     gc.collect()
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])

@@ -35,7 +35,7 @@ STRATEGIES = [
 
 
 def test_bytes_over_every_link_are_the_predicted_ones():
-    """What waits too long on a busy machine is sent again, so the least of up to three measurements counts."""
+    """Packets that wait too long on a busy machine are sent again, so the least of up to three measurements counts."""
     wrong = cells = make_cells([TREE], STRATEGIES, [BATCH])
     least: dict[Cell, tuple[float, ...]] = {}
     for _ in range(3):
@@ -71,5 +71,5 @@ def test_a_probe_finds_the_levels_and_the_rate_of_a_link():
         found.require_trust()
     except MeasurementError as noisy:
         pytest.skip(f"too noisy to tell how fast a link is: {noisy}")
-    # What leaves a node: 125 MB/s less headers.
+    # A node sends 125 MB/s less headers.
     assert found.cluster.level("cluster").bandwidth_bytes_per_s == pytest.approx(119e6, rel=0.15)

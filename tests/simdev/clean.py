@@ -1,4 +1,4 @@
-"""What a checker must have found, and must not have, whatever was trained."""
+"""Findings that a checker must have, and must not have, whatever was trained."""
 
 from __future__ import annotations
 

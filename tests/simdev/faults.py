@@ -95,4 +95,4 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     },
     "a copy down, before the host reads what came": ("host=1,node=3,cluster=1", partial(without_landing, "down")),
 }
-"""What is not waited for, with a strategy that needs it."""
+"""Missing waits, each with a strategy that needs it."""

@@ -15,7 +15,7 @@ from zeromesh import simdev
 from zeromesh.engine import control
 
 TIMEOUT_S = 600.0
-"""Of a call: the first one may wait for the compiler."""
+"""Limit of a call: the first one may wait for the compiler."""
 
 P = ParamSpec("P")
 

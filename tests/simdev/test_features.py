@@ -1,4 +1,4 @@
-"""What models bring, and what is saved of them, on device tensors of four processes: as on the host, and in order."""
+"""Models and their checkpoints on device tensors of four processes: as on the host, and in order."""
 
 from __future__ import annotations
 

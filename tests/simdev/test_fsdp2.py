@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 @alone()
 def test_it_races_nowhere_and_the_host_reads_nothing():
-    """What it frees early are gradients: memory of its reduction's stream, freed once the optimizer, on another, has
+    """It frees gradients early: memory of its reduction's stream, freed once the optimizer, on another, has
     read them. Before that stream uses it again it waits for the other, which a check at the release cannot know."""
     simdev.counting_group(0, 4)
     mesh = init_device_mesh("simdev", (2, 2), mesh_dim_names=("cluster", "node"))

@@ -108,7 +108,7 @@ def test_three_axes():
 
 @alone()
 def test_parts():
-    """Of the model's axes, and experts on axes of their own."""
+    """Parts on the model's axes, and experts on axes of their own."""
     simdev.counting_group(0, 16)
     for own, other in PAIRS[::6]:
         require_ordered(in_parts(own, other), CASE, 8, 2)

@@ -79,7 +79,7 @@ def test_a_step_of_ones_own_on_1024_ranks():
     memory = found.memory
     assert memory.predicted_bytes == memory.allocated_bytes > 0
     assert memory.peak.allocated_bytes > memory.rest_bytes >= memory.allocated_bytes
-    # Of 64 rows, a block keeps its input, the wide sum and its tanh for the backward.
+    # For 64 rows, a block keeps its input, the wide sum and its tanh for the backward.
     assert memory.activations_bytes >= 4 * 64 * 9 * WIDTH * 2
     assert memory.peak_reserved_bytes >= memory.peak.allocated_bytes and memory.fails_at is None
     for axis in found.axes:

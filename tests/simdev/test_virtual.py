@@ -35,7 +35,7 @@ def test_large_tensors_are_shapes_and_small_ones_have_values():
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Of a Llama's blocks; with experts, of a mixture of them. Blocks repeat, so a few are enough."""
+    """Sizes of a Llama's blocks, or of a mixture's with experts. Blocks repeat, so a few are enough."""
 
     hidden: int
     feed_forward: int
@@ -135,7 +135,7 @@ def initialise(module: nn.Module) -> None:
 
 @alone(virtual=True)
 def test_memory_of_large_models_is_what_was_predicted():
-    """Of one rank, the last: all are alike."""
+    """On one rank, the last: all are alike."""
     simdev.counting_group((1 << 14) - 1, 1 << 14)
     mesh = init_device_mesh("simdev", (1 << 11, 8), mesh_dim_names=("cluster", "node"))
     for shape, strategy in ((LLAMA_65B, "node=3,cluster=1"), (MIXTURE, "node=3,cluster=3")):

@@ -1,4 +1,4 @@
-"""What docs/extending.md makes: parsed, predicted in bytes, run, right, and gone again."""
+"""The extensions of docs/extending.md: parsed, predicted in bytes, run, right, and gone again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "extending.md"
 
 
 def documented(name: str) -> Any:
-    """What the page's block of Python that defines `name` makes of it."""
+    """The value of `name` in the page's block of Python that defines it."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (block,) = (block for block in blocks if f"class {name}(" in block)
     names: dict[str, Any] = {"__name__": "extending"}

@@ -31,7 +31,7 @@ Groups = dict[str, AxisGroup]
 
 
 def groups_of(shape: tuple[int, ...]) -> Groups:
-    """Of a mesh with axes node and cluster, innermost first."""
+    """Groups of a mesh with axes node and cluster, innermost first."""
     names = ("node", "cluster")[: len(shape)]
     mesh = init_device_mesh("cpu", tuple(reversed(shape)), mesh_dim_names=tuple(reversed(names)))
     text = ",".join(f"{name}=3" for name in names)

@@ -98,7 +98,7 @@ def test_collectives_give_what_they_give_on_the_host():
 
 @carried
 def doubled(whole: torch.Tensor, own: torch.Tensor, group: AxisGroup, *, other: torch.Tensor) -> None:
-    """What a collective does to its arguments: `own` may be a part of `whole`."""
+    """A collective's effect on its arguments: `own` may be a part of `whole`."""
     assert all(isinstance(tensor, Elsewhere) == isinstance(group.transport, Native) for tensor in (whole, own, other))
     whole.mul_(2)
     own.copy_(torch.full_like(own, 7.0))

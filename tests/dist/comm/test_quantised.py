@@ -211,7 +211,7 @@ def test_error_feedback_of_an_all_reduce_covers_both_its_quantisations():
             sums += tensor
     everyone = torch.stack([values(rank, numel, 8, 0.0) for rank in range(3)])
     exact = repeats * everyone.mean(0)
-    # What is owed in the end, once for each quantisation, of values that may hold what was owed before.
+    # Still owed in the end, once for each quantisation; the values quantised may include older debts.
     assert (total - exact).abs().max() <= 2 * form.error_bound(2) * everyone.abs().max()
     assert (plain - exact).abs().max() > 5 * (total - exact).abs().max()
     first = total.clone()
@@ -236,7 +236,7 @@ def test_bytes_sent(wire):
 
 
 def mean_of_two_axes(generators: list[torch.Generator]) -> float:
-    """What is left on average of .6, of one rank in four, after averages over two axes, in units of an int4 code."""
+    """The mean of .6 on one rank in four, after averages over two axes, in units of an int4 code."""
     groups, form, numel = list(grid((2, 2)).values()), QuantFormat(bits=4, stochastic=True), 4096
     total, rounds = torch.zeros(numel), 60
     largest = torch.arange(numel) % form.block == 0  # the same on all ranks, so that a code is 1 everywhere

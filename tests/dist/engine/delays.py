@@ -22,7 +22,7 @@ from zeromesh.comm import Lane, Ticket, transport
 from zeromesh.schedule import Interpreter
 
 CYCLES_PER_S = 1.5e9
-"""Of a GPU's clock, about; `torch.cuda._sleep` counts its cycles."""
+"""About a GPU's clock, whose cycles `torch.cuda._sleep` counts."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -92,7 +92,7 @@ class Unequal(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What to train and how exactly both trainings must agree.
+    """A training, and how exactly its plain and its sharded run must agree.
 
     Args:
         optimizer: `sgd` (with momentum), `adamw`, or `both`: each for every second parameter.

@@ -1,4 +1,4 @@
-"""What goes from where autograd leaves a gradient straight to the wire has the bits of what passes the accumulator:
+"""A gradient sent from where autograd leaves it has the same bits as one that passes the accumulator:
 [Note: Alone] of `zeromesh.schedule.buffer_layout`."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ONCE = replace(CASE, steps=1)
 """Settings whose dtypes differ, while a step leaves the same state for the next."""
 
 AXES = ("node=0,cluster=0", "node=1,cluster=0", "node=0,cluster=1", "node=1,cluster=1", "node=3d,cluster=1")
-"""Of these, nothing is reduced before the boundary."""
+"""None of these reduces anything before the boundary."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What goes over which axis, in which order, how many bytes: observed on the wire and held against the schedule."""
+"""Operations, axes, order and bytes observed on the wire are those of the schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOSSLESS = sorted({str(Strategy.parse(name, ("node", "cluster"))) for name in PR
 
 
 def observe(strategy: str, case: Case, *shape: int) -> tuple[list[tuple[str, str, int]], list[Transfer], Layout]:
-    """What a rank sends in a step in steady state, as (operation, axis, bytes), and what the schedule says."""
+    """A rank's calls in a step in steady state, as (operation, axis, bytes), and those of the schedule."""
     with sharded(strategy, case, mesh_of(*shape)) as (model, optimizer):
         backward(model, case, 0)  # shows the order of the units
         with zm.traffic_report(model, micro_batches=case.micro_batches) as traffic:

@@ -37,7 +37,7 @@ def test_late_or_early_the_numbers_are_those_of_plain_training():
 
 @on_ranks(4)
 def test_late_or_early_the_bits_are_the_same():
-    """Of fp32 sums and of quantised wires, which round at random: their noise is drawn in the order of the jobs."""
+    """For fp32 sums, and for quantised wires, which round at random: their noise is drawn in the order of the jobs."""
     for strategy in (
         "node=3@int8/int4,cluster=0@/int8",
         "node=3,cluster=1 | *.up: node=3@int8/int4,cluster=1@/int4+ef",

@@ -69,7 +69,7 @@ def skipped_refresh() -> Patch:
 
 @contextmanager
 def stale_after_evaluation() -> Iterator[None]:
-    """What a forward without a backward has gathered is kept and taken for valid after the step."""
+    """Parameters gathered by a forward without a backward are kept and taken for valid after the step."""
     do = Interpreter._do
 
     def without_drop_after_forward(self, op):
@@ -152,7 +152,7 @@ def wrong_divisor() -> Patch:
 
 
 def garbage_in_padding() -> Patch:
-    """What lies behind a unit's gradients in a slot that served others before is sent along."""
+    """Bytes behind a unit's gradients, left in the slot by other units, are sent along."""
     collect = DeviceBackend._collect
 
     def with_garbage(self, unit, index, factor, to, reduction, *, accumulate):

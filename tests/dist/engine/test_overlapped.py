@@ -44,7 +44,7 @@ def test_equal_to_the_bit_on_an_odd_mesh():
 
 @on_ranks(8)
 def test_equal_to_the_bit_on_three_axes():
-    """Of several kept axes the last one's gather fills the kept copy, so that there is a copy before and after it."""
+    """With several kept axes the last one's gather fills the kept copy, so a copy comes before and after it."""
     require_same_bits(("node=3,cluster=3k,region=3k",), 2, 2, 2)
     # Not to the bit: regions are padded to be scattered, so the ranks' parts of the gradient's norm are others.
     check("node=3,cluster=0,region=0;collective=ho_ring", Case(world=8, weighted=True), 2, 2, 2)

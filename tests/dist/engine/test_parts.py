@@ -16,7 +16,7 @@ from zeromesh.errors import MeshError, ModelError, NotationError, OptimizerError
 
 MIXES = [notation(mix) for mix in mixes(2, kept=True)]
 PAIRS = list(zip(MIXES[::4], reversed(MIXES[1::4]), strict=False))
-"""Of the model, and of parts inside its units."""
+"""Strategies of the model, and of parts inside its units."""
 CASE = Case(precision="fp32")
 
 

@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def loss_of(model: nn.Module, step: int, micro: int) -> Tensor:
-    """Of a micro-batch of this rank's own."""
+    """The loss of a micro-batch of this rank's own."""
     generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
     x = torch.randn(8, WIDTH, generator=generator).to(next(model.parameters()).device)
     loss: Tensor = (model(x) - x.roll(1, 1)).square().mean()
@@ -340,7 +340,7 @@ def test_each_backward_is_rounded_anew(strategy):
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def missed(count: int) -> float:
-        """Of the mean of so many backwards, root mean square."""
+        """The root mean square error of the mean of so many backwards."""
         zm.zero_grad(model)
         for _ in range(count):
             (model(x) - x.roll(1, 1)).square().mean().backward()

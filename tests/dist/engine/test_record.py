@@ -1,4 +1,4 @@
-"""What the engine records is what the simulator writes for the same schedule: the same events in the same order."""
+"""The engine records the events that the simulator writes for the same schedule, in the same order."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def measured(strategy: str, case: Case, *shape: int) -> tuple[Trace, Schedule]:
 
 
 def lanes(trace: Trace) -> dict[str, list[Call]]:
-    """What each lane carries out, in order; what sends nothing is left out."""
+    """Each lane's calls in order, without those that send nothing."""
     found = defaultdict(list)
     for event in trace.events:
         if event.kind == "communicate" and event.sent_bytes:

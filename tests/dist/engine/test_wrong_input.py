@@ -96,7 +96,7 @@ def _tie(net: Any) -> None:
     net.scales[0].factor = net.scales[1].factor
 
 
-# What one rank has otherwise: its model, or its arguments of zm.shard.
+# One rank differs in its model, or in its arguments of zm.shard.
 OTHER_MODELS = {
     "shape": lambda net: setattr(net, "head", nn.Linear(7, 12)),
     "frozen": lambda net: net.head.requires_grad_(False),

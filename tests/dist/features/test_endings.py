@@ -30,7 +30,7 @@ from tests.dist.pool import on_ranks
 from zeromesh.errors import ModelError, OptimizerError
 
 MOMENTS = ("forward", "loss", "backward", "between", "second forward", "second backward", "step", "after")
-"""Of a step with two micro-batches: `between` them, in its optimizer's `step`, `after` it."""
+"""Moments of a step with two micro-batches: `between` them, in its optimizer's `step`, `after` it."""
 
 RAISED: dict[str, type[BaseException]] = {"exception": ValueError, "interrupt": KeyboardInterrupt, "exit": SystemExit}
 
@@ -157,7 +157,7 @@ class Stop(Exception):
 
 
 def script(rank: int, strategy: str, ending: str, moment: str) -> None:
-    """What one rank's process runs; it ends as it returns."""
+    """One rank's process, which ends when this returns."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("node",))
     torch.manual_seed(0)
     model = zm.shard(Net().double(), mesh, strategy, bucket_bytes=0)
@@ -196,7 +196,7 @@ def fork_and_wait() -> None:
 
 
 def exit_codes(world: int, store: Path, run: Callable[[int], None]) -> list[int] | None:
-    """Of so many ranks that run this in processes of their own; None in those, which go on to their end.
+    """Exit codes of so many ranks, each in its own process; None in those processes, which go on to their end.
 
     What they print lies in files beside `store`.
     """

@@ -1,4 +1,4 @@
-"""What users hold on to, clear early, or call in an order of their own."""
+"""Users hold on to gradients, clear them early, and call parts in an order of their own."""
 
 import copy
 from typing import Any
@@ -172,7 +172,7 @@ def test_a_unit_that_one_rank_alone_uses_after_a_last_backward_whose_gradients_w
 
 
 class Headed(nn.Module):
-    """Of a body, which has units and a gain that is the root's."""
+    """Has a body with units of its own and a gain that belongs to the root."""
 
     class Body(nn.Module):
         def __init__(self) -> None:
@@ -186,7 +186,7 @@ class Headed(nn.Module):
             return x * self.gain
 
     class Outer(nn.Module):
-        """Of a part that is in another, and computes after it with what is the root's, and with what is a unit's."""
+        """Computes, after a nested part, with a parameter of the root and with one of a unit."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -214,7 +214,7 @@ def test_values_that_nobody_gives_are_an_error_on_every_rank():
 
 @on_ranks(4)
 def test_memory_that_one_rank_lacks_is_an_error_on_every_rank():
-    """Of buffers, which come after the last thing that all ranks exchange."""
+    """Here of buffers, which come after the last thing that all ranks exchange."""
     rank = dist.get_rank()
     failing = mock.patch.object(build, "_bytes", side_effect=MemoryError("no room"))
     error, message = (MemoryError, "no room") if rank == 2 else (MismatchError, "on rank 2 it did not: MemoryError")

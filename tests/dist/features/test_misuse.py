@@ -1,4 +1,4 @@
-"""What plain torch refuses or gets right, and sharded training would get wrong without a word."""
+"""Cases that plain torch refuses or gets right, and that sharded training could get wrong silently."""
 
 import copy
 import io
@@ -97,7 +97,7 @@ class Fragile(nn.Module):
 
 @contextmanager
 def booming() -> Iterator[None]:
-    """What is inside runs a backward, which raises."""
+    """The body runs a backward, which raises."""
     Boom.armed.append(True)
     with pytest.raises(ValueError, match="boom"):
         yield
@@ -114,7 +114,7 @@ def fragile() -> nn.Sequential:
 @STAGES
 @on_ranks(2)
 def test_what_a_backward_left_before_it_raised_is_dropped(strategy):
-    """Of half a micro-batch among others only `zm.zero_grad` knows. A forward that ran before is right after it."""
+    """Only `zm.zero_grad` drops half a micro-batch. A forward that ran before the error stays valid after it."""
     base, x = fragile(), inputs(dist.get_rank())
     model = sharded(base, strategy)
     optimizer = sgd(model.parameters())

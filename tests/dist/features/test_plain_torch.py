@@ -1,4 +1,4 @@
-"""What plain torch lets users do with parameters and gradients: here it does the same, or says that it cannot."""
+"""Uses of parameters and gradients that plain torch allows: zeromesh does the same, or says that it cannot."""
 
 import copy
 import io
@@ -424,7 +424,7 @@ def test_a_gathered_parameter_that_was_kept_computes_nothing():
 
 
 def box(self: Any, held: Any) -> Any:
-    """What no hook can see."""
+    """An output that no hook can see."""
     return SimpleNamespace(x=torch.tanh(self.lin(held.x)))
 
 

@@ -194,7 +194,7 @@ def test_compute_dtype_master_dtype_and_the_dtypes_of_inputs(strategy, dtype):
 
 @on_ranks(4)
 def test_updates_too_small_for_the_compute_dtype_add_up():
-    """What a master is for: 1/4096 is less than half of bf16's spacing at 1."""
+    """Masters exist for this: 1/4096 is less than half of bf16's spacing at 1."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for param in model.parameters():
         nn.init.ones_(param)

@@ -1,4 +1,4 @@
-"""What is too slow for each push: every integration on every model under every strategy, and resumed under another.
+"""Too slow for each push: every integration on every model under every strategy, and resumed under another.
 
     python -m tests.dist.integrations.by_hand [trainer] [accelerate] [lightning] [fabric] [sft] [dpo]
 
@@ -142,7 +142,7 @@ def sharded(name: str, directory: Path, kind: str, strategy: str, expected: Curv
 
 
 def cells(pool: Pool, name: str) -> Iterator[tuple[str, Callable[[], list[float]]]]:
-    """What each is, and how to run it."""
+    """The name of each cell, and a function that runs it."""
     for kind in KINDS:
         with tempfile.TemporaryDirectory() as root:
             (expected,) = pool.run(1, alone, name, Path(root, "plain"), kind, timeout_s=TIMEOUT_S)

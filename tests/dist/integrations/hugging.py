@@ -1,4 +1,4 @@
-"""What the tests of Hugging Face's libraries share: toy models, data, and a rank's surroundings as launchers make them.
+"""Shared by tests of Hugging Face's libraries: toy models, data, and a rank's environment as launchers make it.
 
 The plain run that a sharded one is held against is one process's, in the first rank, with the same seeds and samples.
 """
@@ -29,10 +29,10 @@ PUSHED = {"llama": STRATEGIES[2:], "tied": STRATEGIES[:1], "lora": STRATEGIES[1:
 """By model, the strategies that it is compared under on each push; `by_hand` does all."""
 
 BOUND = 1e-6
-"""Of losses and norms in fp32, which are of the order of 1 here."""
+"""Bound for losses and norms in fp32, which are of the order of 1 here."""
 
 CLIP = 0.4
-"""Of norms of gradients, in `arguments`."""
+"""The norm to which `arguments` clips gradients."""
 
 Curve = list[tuple[int, float, float]]
 """(step, loss, norm of gradients) of each step."""
@@ -41,7 +41,7 @@ STEPS, SAVED = (20, 10) if os.environ.get("ZEROMESH_BY_HAND") else (4, 2)
 """Steps of a run, three of which pass over all samples; and the step after which it is saved and resumed."""
 
 SAMPLES = 8
-"""Of a step, in two micro-batches, on however many ranks."""
+"""Samples of a step, in two micro-batches, on however many ranks."""
 
 
 def sharding(strategy: str = STRATEGIES[0], mesh: dict[str, int] | None = None, **options: Any) -> zm.Sharding:
@@ -68,7 +68,7 @@ def build(kind: str = "llama") -> Any:
 
 
 def samples(count: int = 24, *, seed: int = 1, uneven: bool = True) -> list[dict[str, torch.Tensor]]:
-    """Of one length, with unequal numbers of tokens that count; with equal ones, the Trainer's evaluation gives the
+    """Samples of one length with unequal numbers of tokens that count; with equal ones the Trainer evaluates to the
     same loss on any number of processes."""
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -107,7 +107,7 @@ def launched() -> Iterator[None]:
 
 
 def plain(run: Callable[[], Any]) -> Any:
-    """What `run` returns on the first rank as if it were alone, on every rank."""
+    """Tells every rank the value that `run` returns on the first rank, as if that were alone."""
     found = [None]
     if dist.get_rank() == 0:
         with surroundings(0, 1):
@@ -147,7 +147,7 @@ def curve(trainer: Any) -> Curve:
 
 
 def assert_base_left_out(states: Path) -> None:
-    """Of a checkpoint of "lora": what is trained is there, and what is frozen is not."""
+    """A checkpoint of "lora" has the trained parameters and none of the frozen ones."""
     (manifest,) = states.rglob("manifest*")
     named = re.findall(r'"model\.([\w.]+)"', manifest.read_text())
     assert any(name.endswith("lm_head.modules_to_save.default.weight") for name in named)

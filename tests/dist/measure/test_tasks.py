@@ -1,4 +1,4 @@
-"""What each rank does in a probe, a bench and a self-test, on ranks that are there already."""
+"""The tasks of each rank in a probe, a bench and a self-test, on ranks that are there already."""
 
 from __future__ import annotations
 

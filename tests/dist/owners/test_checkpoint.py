@@ -97,7 +97,7 @@ def test_adamw_goes_from_owners_to_slices_and_back(pool: Pool, tmp_path: Path) -
 
 
 def test_plain_torch_goes_on(pool: Pool, tmp_path: Path) -> None:
-    """What `torch.distributed.checkpoint` reads in one process that knows nothing of zeromesh."""
+    """`torch.distributed.checkpoint` reads it in one process that knows nothing of zeromesh."""
     pool.run(4, save, tmp_path, "LAMB")
     expected = in_one_process("LAMB", RANKS, SAVED)
     model = net()

@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Of blocks of any kind; `odd`: its head is tied to its embedding, and one layer gets no gradient."""
+    """Has blocks of any kind; if `odd`, its head is tied to its embedding and one layer gets no gradient."""
 
     def __init__(
         self, block: Callable[[int], nn.Module] = Block, dim: int = 5, num_blocks: int = 3, *, odd: bool = True
@@ -116,7 +116,7 @@ KINDS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What one process that has all ranks' data arrives at: after each step, and its optimizers at the end."""
+    """Parameters of one process with all ranks' data after each step, and its optimizers at the end."""
 
     params: list[nn.Module]
     optimizers: dict[str, optim.Optimizer]

@@ -1,4 +1,4 @@
-"""What runs by owners, and what is simulated of it, are one description: owners, bytes on each axis, memory."""
+"""The run by owners and its simulation agree on owners, bytes on each axis, and memory."""
 
 from __future__ import annotations
 

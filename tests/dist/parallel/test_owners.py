@@ -217,7 +217,7 @@ def train_experts(model: nn.Module, plain: nn.Module, steps: int) -> list[Any]:
 
 
 def states_of(model: nn.Module, optimizers: list[Any]) -> dict[tuple[str, str, int], float]:
-    """Of tensors that owners step on: each element, by name, state and place in the whole tensor."""
+    """Each element of the states of owned tensors, by name, state and place in the whole tensor."""
     own: dict[tuple[str, str, int], float] = {}
     for optimizer in optimizers:
         for param, region in WHOLE.get(optimizer, {}).items():

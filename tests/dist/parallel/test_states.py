@@ -1,4 +1,4 @@
-"""What is saved under tensor parallelism is of whole tensors: it loads under another degree, and without any."""
+"""States saved under tensor parallelism are of whole tensors: they load under another degree, and without any."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_it_computes_in_the_models_own_dtypes_or_the_options():
 
 @on_ranks(2)
 def test_what_fits_depends_on_the_dtypes():
-    """Of the smallest layout 20 MB in fp64, 13 MB in bf16; 17 are usable."""
+    """The smallest layout takes 20 MB in fp64 and 13 MB in bf16; 17 MB are usable."""
     small = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=18.5e6))
     with pytest.raises(InputError, match=r"fits on 2 x cpu-thread under no strategy: .* with 0\.0 GB"):
         planned(net(dim=256).double(), {}, cluster=small)

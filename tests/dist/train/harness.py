@@ -89,7 +89,7 @@ def config(directory: Path, mesh: Mesh, strategy: str, **changes: Any) -> TrainC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meddling:
-    """What a test does to a run.
+    """Changes that a test makes to a run.
 
     Args:
         poisoned: samples (indices into the corpus) whose loss is NaN.
@@ -233,7 +233,7 @@ def global_batch(samples: int, sequences: int, step: int) -> list[int]:
 
 
 def lines(config: TrainConfig) -> list[dict[str, Any]]:
-    """What `metrics.jsonl` holds."""
+    """The lines of `metrics.jsonl`."""
     return [json.loads(line) for line in (config.run.directory / "metrics.jsonl").read_text().splitlines()]
 
 

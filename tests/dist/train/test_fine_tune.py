@@ -77,7 +77,7 @@ def _train(config: TrainConfig) -> bool:
 
 
 def refused(config: TrainConfig, elsewhere: Path) -> str:
-    """What a rank says of a run in which the last rank's host has no such model."""
+    """A rank's error in a run in which the last rank's host has no such model."""
     if dist.get_rank() == 3:
         moved = config.model.model_copy(update={"pretrained": elsewhere})
         config = config.model_copy(update={"model": moved})
@@ -116,7 +116,7 @@ def test_adapters_and_some_parameters_are_trained_as_in_one_process(
     losses, expected = plain(run, [step["lr"] for step in lines(first)])
     assert [step["loss"] for step in lines(first)] == pytest.approx(losses, rel=1e-6)  # the loop's loss is fp32
     assert [step["loss"] for step in lines(run)] == pytest.approx(losses[1:], rel=1e-6)
-    # What is frozen stays where it came from.
+    # Frozen parameters stay where they came from.
     manifest = read_manifest(open_storage(str(saved.parent)), saved.name)
     trained = [name for name, parameter in expected.named_parameters() if parameter.requires_grad]
     assert {name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")} == set(trained)

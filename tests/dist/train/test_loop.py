@@ -178,7 +178,7 @@ def starting(config: TrainConfig) -> tuple[str, int]:
 
 
 def table_of(config: TrainConfig) -> str:
-    """What one rank prints."""
+    """The output of one rank."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         train(config)

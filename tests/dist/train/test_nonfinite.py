@@ -84,7 +84,7 @@ def test_skip_is_a_step_that_was_not(pool: Pool, directory: Path, kind: str) -> 
 
 
 def test_a_sequence_that_counts_nothing_breaks_nothing(pool: Pool, directory: Path) -> None:
-    """Of 5 sequences rank 1 has an empty second micro-batch, which runs sample 0."""
+    """With 5 sequences rank 1 has an empty second micro-batch, which runs sample 0."""
     made = config(directory, TWO, "node=3,cluster=0", run__steps=6, batch={"global_sequences": 5, "micro": 2})
     outcomes = run(pool, made, poisoned=[0])
     assert not any(0 in indices for outcome in outcomes for indices in outcome.samples)

@@ -383,7 +383,7 @@ def test_what_is_whole_loads(whole: tuple[Path, zm.Checkpoints], theirs: Path) -
 
 # ---- any change
 
-# What stands in a manifest, and what does not belong there.
+# Values that a manifest has, and values that do not belong there.
 WRONG = [None, True, -1, 0, 1, 3, 1 << 40, 1 << 64, 0.5, "", "x", "../x", "int64", [], [1], {}, {"a": 1}, [[[]]]]
 
 

@@ -1,4 +1,4 @@
-"""What `zm.Checkpoints` is given, what memory it takes, and states beside tensors."""
+"""Arguments and memory of `zm.Checkpoints`, and states beside tensors."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SHAPE = (3, 4, 2)
 
 @st.composite
 def pieces(draw: Any) -> Piece:
-    """Of a tensor whose elements are their own places; a slice of any box of it."""
+    """A slice of any box of a tensor whose elements are their own places."""
     offsets = tuple(draw(st.integers(0, size)) for size in SHAPE)
     sizes = tuple(draw(st.integers(0, size - offset)) for size, offset in zip(SHAPE, offsets, strict=True))
     region = Region(shape=SHAPE, offsets=offsets, sizes=sizes)

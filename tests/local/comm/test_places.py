@@ -41,7 +41,7 @@ def test_an_inner_axis_that_joins_machines(mesh, machines, inner, outer):
 
 
 def verdicts(meshes: list[dict[str, int]], machines: str) -> list[str]:
-    """What each of several ranks is told, which meet in a store."""
+    """The verdict that each of several ranks gets; they meet in a store."""
     store = dist.HashStore()
 
     def told(rank: int) -> str:

@@ -31,7 +31,7 @@ class Elsewhere(torch.Tensor):
 
 
 def terms(dtype: torch.dtype) -> list[Tensor]:
-    """Of sizes so different that another order rounds otherwise."""
+    """Terms of sizes so different that another order rounds otherwise."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(NUMEL, generator=generator).mul_(10.0 ** (index % 3)).to(dtype) for index in range(TERMS)]
 

@@ -17,7 +17,7 @@ NAMES = ("scale", "shift", "table")
 
 
 class Hidden:
-    """What no hook looks into."""
+    """A value that no hook looks into."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""What units are given in containers is cast too, and what they put there reaches the caller."""
+"""Tensors in containers that units are given are cast too, and tensors that units put there reach the caller."""
 
 from __future__ import annotations
 

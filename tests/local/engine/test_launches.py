@@ -1,4 +1,4 @@
-"""What the host launches for a unit off gloo: on each axis and in each direction at most ten kernels and collectives,
+"""Launches of the host for a unit off gloo: on each axis and in each direction at most ten kernels and collectives,
 whatever the strategy and the number of ranks. Chains of the engine run on one process; what they would give a backend
 and a device is counted, and nothing is sent."""
 
@@ -49,7 +49,7 @@ class Launches(TorchDispatchMode):
 
 
 class CountingCodec(Codec):
-    """Of a device: each call is one launch for all ranks."""
+    """A device's transport: each call is one launch for all ranks."""
 
     def __init__(self, launches: Launches) -> None:
         self.dequantise_each = self.reduce = self.requantise = launches.add  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What may be done with a slice of a parameter, and that nothing else touches its memory: [Note: Slices]."""
+"""Allowed operations on a slice of a parameter; nothing else touches its memory: [Note: Slices]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sharded, what is refused as it would be lost, and which modules are units."""
+"""Tensors that are sharded, tensors that are refused as they would be lost, and modules that are units."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_dies_of_a_card_and_parts_of_a_die_are_told_apart(see: See) -> None:
 
 
 def agree(*claims: Claim) -> list[str]:
-    """What each rank is told; nothing where all is well."""
+    """The message to each rank; empty where all is well."""
     store, world = HashStore(), len(claims)
 
     def on_rank(rank: int) -> str:

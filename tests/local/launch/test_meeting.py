@@ -38,7 +38,7 @@ def test_all_share_one_store_of_their_own_start() -> None:
     ("ranks", "message"), [([0], "ranks 1, 2 did not come within 1 s"), ([1, 2], "rank 0 did not come")]
 )
 def test_who_did_not_come_is_named(ranks: list[int], message: str, earlier: bool) -> None:
-    """What is left of an earlier start lets nobody in, but those of a smaller one that is complete."""
+    """Keys of an earlier start let nobody in, unless that start was smaller and complete."""
     store = HashStore()
     if earlier:
         start(store, [0, 1, 2])

@@ -16,7 +16,7 @@ from zeromesh.launch.ranks import join_ranks
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What torch is told to use on a machine of 20 cores."""
+    """The number of threads that torch is told to use on a machine of 20 cores."""
     told: list[int] = []
     for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)

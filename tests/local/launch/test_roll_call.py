@@ -61,7 +61,7 @@ def test_who_is_alive_but_elsewhere_is_named_with_the_place() -> None:
         caller.join()
         assert "Missing: rank 0, which is alive, in test_who_is_alive_but" in answers[0]
         assert "test_roll_call.py:" in answers[0] and third is not second
-    # What is about other ranks.
+    # Errors about other ranks.
     assert is_communication(TIMEOUT)
     assert is_communication(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
     assert not is_communication(CheckpointError("gloo is not a checkpoint"))

@@ -113,7 +113,7 @@ def test_steps_are_those_of_one_after_the_other(kind: Any, dtype: torch.dtype, b
 
 
 def test_stacks_are_of_one_shape_and_history() -> None:
-    """What is stepped on at once, told by how often a class that counts is called."""
+    """Numbers of tensors stepped on at once, told by a class that counts its calls."""
     seen: list[int] = []
 
     class Counting(Orthogonal):

@@ -1,4 +1,4 @@
-"""What a trial tells of an optimizer's class."""
+"""Facts about an optimizer's class that a trial finds."""
 
 from __future__ import annotations
 

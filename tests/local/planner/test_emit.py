@@ -141,7 +141,7 @@ class Wrapped(nn.Module):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """What the emitted module hands to the stand-in, by function."""
+    """Arguments that the emitted module hands to the stand-in, by function."""
     calls: Calls = {}
     package = ModuleType("megatron_fsdp")
 

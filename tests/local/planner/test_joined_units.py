@@ -132,7 +132,7 @@ def test_frozen_codes_are_planned_in_their_own_dtype_and_what_is_not_sharded_is_
 
 
 def test_checkpointing_is_described_by_what_it_is_added_to() -> None:
-    """What blocks save, and compute, without it; a planner chooses it, and is told of it, apart. A block's gradients of
+    """Blocks save and compute as without it; a planner chooses it, and is told of it, apart. A block's gradients of
     weights are products too; and equal blocks are described once."""
     plain, wrapped = Unnamed(), Unnamed()
     plain.blocks = nn.ModuleList(Block() for _ in range(4))

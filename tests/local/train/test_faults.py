@@ -1,4 +1,4 @@
-"""What a user sees of ranks that die, stall or are preempted, under zeromesh's own launcher and under torchrun."""
+"""Ranks that die, stall or are preempted, as a user sees it, under zeromesh's own launcher and under torchrun."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TREE = "2@200mbit,2"
 
 
 def a_round(cell: Cell, number: int, seconds: float, **fields: Any) -> Found:
-    """What is found of a cell that takes these."""
+    """The row of a cell that takes these."""
     found = {
         "round": number,
         "step_s": [seconds * 0.9, seconds, seconds * 5],

@@ -58,7 +58,7 @@ def test_recomputation_repeats_what_it_says():
 
 
 def test_memory_is_waited_for_as_long_as_without_it_nothing_is():
-    """What is left if memory were endless, or if nothing but memory took time."""
+    """Seconds if memory were endless, or if nothing but memory took time."""
     for recomputation in Recomputation:
         seconds = A100.unit(BLOCK, tokens=4096, seq_len=4096, recomputation=recomputation)
         endless = replace(A100, device=replace(A100.device, memory_bytes_per_s=1e30))
@@ -103,7 +103,7 @@ def test_attention_computes_the_scores_that_a_token_sees(window):
     with_it, without = (A100.unit(unit, **kwargs) for unit in (block, bare))
     flops = 4 * attention.heads * attention.head_dim * seen * seq_len
     rate = A100.matrix_flops * CONSTANTS.attention_forward_share
-    # Of its own token each sees a whole score, where the formula has half of one: at most half of what it sees.
+    # Each token has a whole score with itself, where the formula has half of one.
     slack = 0.5 / seen
     assert with_it.forward - without.forward == pytest.approx(flops / rate, rel=1.01 * slack)
     backward = 2.5 * flops / (A100.matrix_flops * CONSTANTS.attention_backward_share)

@@ -133,7 +133,7 @@ def test_a_transfer_carries_it_and_a_chain_has_the_mean():
     both = one_after_another(*costs)
     assert both.taken * both.seconds == pytest.approx(sum(cost.taken * cost.seconds for cost in costs))
     assert one_after_another(CollectiveCost(seconds=0.0)).taken == 0.0
-    # What is sent goes through memory three times inside a node and five over a network.
+    # Bytes that are sent go through memory three times inside a node and five over a network.
     model = TransferModel(A800, CONSTANTS, ComputeModel(device=A800.device, constants=CONSTANTS))
     node, outer = Layout.of("node=3,cluster=3", A800.axes).axes
     for axes, passes in (((node,), 3), ((outer,), 5), ((node, outer), 3 + 2 / 8)):

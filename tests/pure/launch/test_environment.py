@@ -1,4 +1,4 @@
-"""What torchrun's variables say, what is wrong with them, and the folder by which ranks are told what to do."""
+"""Torchrun's variables, right and wrong, and the folder through which ranks get their task."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_temporary_directory_without_room(tmp_path: Path, monkeypatch: pytest.
 def test_a_disk_that_is_full_when_a_rank_has_its_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it could not leave it says; nobody takes half a result for one."""
+    """A rank says which result it could not leave; nobody takes half a result for a whole one."""
     monkeypatch.setenv("RANK", "0")
     job = {"task": "builtins:dict", "options": {}, "local": False, "prints": False}
     monkeypatch.setattr(module, "find_task", lambda task: lambda rendezvous: "result" * 100)

@@ -138,7 +138,7 @@ def test_levels_from_divisions_of_ranks():
     found = levels_of(8, [hosts, leaves], node=2)
     assert found.mesh == {"cluster": 2, "switch": 2, "node": 2} and list(found.mesh) == ["cluster", "switch", "node"]
     assert found.sources == {"node": "hosts", "switch": "pairs", "cluster": "all ranks"} and not found.missing
-    # What is no level is said.
+    # A partition that is no level is named.
     odd = Partition(source="leaf switches", parts=tuple("aaab"))
     pairs, threes = (Partition(source=f"by {n}", parts=tuple(rank // n for rank in range(12))) for n in (2, 3))
     assert levels_of(4, [odd], node=4).missing == (
@@ -150,7 +150,7 @@ def test_levels_from_divisions_of_ranks():
 
 
 def tree_distances(*sizes: int) -> dict[tuple[int, int], float]:
-    """Of a tree's leaves, innermost size first: each level is four times as far, give or take a seventh."""
+    """Distances of a tree's leaves, innermost size first: each level is four times as far, give or take a seventh."""
     world, found = 1, {}
     for size in sizes:
         world *= size

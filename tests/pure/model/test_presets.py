@@ -81,7 +81,7 @@ def test_trainable_parts_cost_more_than_frozen_ones() -> None:
 @pytest.mark.parametrize(("name", "rel"), [("llama-13b", 1e-6), ("mixtral-8x7b", 1e-4)])
 @pytest.mark.parametrize("fraction", ["0.0625", "0.5"])
 def test_a_fraction_trains_that_share_of_every_tensor(fraction: str, name: str, rel: float) -> None:
-    """Of each expert too; of a router's 8 rows at least one."""
+    """This holds for each expert too; a router's 8 rows train at least one."""
     full = preset(name)
     model = with_trainable(full, fraction)
     assert model.num_params == full.num_params

@@ -89,7 +89,7 @@ def test_no_choice_is_below_the_bound_and_ours_is_near_the_best(costs: list[floa
     owners = choose_owners(layout, placements(layout, [[(1,)] * len(costs)]), costs)
     least = best(costs, ranks)
     assert owners.bound <= least * (1 + 1e-9)
-    # Of MULTIFIT 13/11 of the best (Yue 1990); up to 5 % above the mean is given up for bytes.
+    # MULTIFIT gives at most 13/11 of the best (Yue 1990); up to 5 % above the mean is given up for bytes.
     assert max(owners.loads) <= max(13 / 11 * least, 1.05 * sum(costs) / ranks) * (1 + 1e-5)
 
 
@@ -133,7 +133,7 @@ def cases(draw: st.DrawFn) -> tuple[Layout, list[Placement], list[float]]:
 def divided(
     draw: st.DrawFn, shape: tuple[int, ...], counts: Sequence[int]
 ) -> tuple[tuple[tuple[int, Region], ...] | None, int]:
-    """What planes along so many axes have of a tensor, each of which divides one dimension of it, as torch does, or
+    """Parts of a tensor on planes along so many axes, each of which divides one dimension of it, as torch does, or
     packed parts of one, or none; and the most that one has."""
     if not counts:
         return None, math.prod(shape)
@@ -256,7 +256,7 @@ def test_bytes_are_what_lies_elsewhere_than_the_owner(case: tuple[Layout, list[P
 
 
 def test_owners_are_near_their_slices() -> None:
-    """Of a block of eight equal matrices on eight ranks each rank holds one whole: nothing moves."""
+    """Eight equal matrices of a block on eight ranks: each rank holds one whole, and nothing moves."""
     layout = Layout.of("node=3", [("node", 8)])
     tensors = placements(layout, [[(64, 64)] * 8] * 4)
     owners = choose_owners(layout, tensors, [1.0] * 32)

@@ -45,7 +45,7 @@ def frozen(unit: UnitSpec) -> UnitSpec:
 
 
 def frozen_first_model() -> ModelSpec:
-    """Of which the embedding and the first four of six blocks are frozen."""
+    """A model whose embedding and first four of six blocks are frozen."""
     model = small_model(6)
     units = []
     for unit in model.units:

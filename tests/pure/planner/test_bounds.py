@@ -55,7 +55,7 @@ def of_16(micro_batches: int = 1, **fields: Any) -> Workload:
 def compared(
     bounds: Bounds, workload: Workload, recomputation: Recomputation, engine: Any = BARE, only: tuple[str, ...] = ()
 ) -> Iterator[tuple[float, float, Simulation]]:
-    """Of each layout without splits: the bounds of its time and memory, and what is simulated."""
+    """For each layout without splits: the bounds of its time and memory, and the simulated values."""
     space = Space(bounds.cluster.axes, "none")
     (block,) = space.blocks()
     micro_batches = workload.global_batch_tokens // (workload.seq_len * bounds.cluster.world)

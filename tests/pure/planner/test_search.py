@@ -210,8 +210,8 @@ def test_batches_that_do_not_divide(tokens: int, micro_batch: int | None, messag
 
 
 def test_a_plan_is_a_value_that_reads_itself() -> None:
-    """Of given choices too; and of a model of blocks alone, as nn.Sequential of equal layers is: its root holds
-    nothing, and no block takes its place."""
+    """This holds for given choices too, and for a model of blocks alone, as nn.Sequential of equal layers: its root has
+    no parameters, and no block takes its place."""
     planned = plan(small_model(), small_cluster(4, 4), WORKLOAD)
     again = Plan.from_json(planned.plan.to_json())
     assert again == planned.plan

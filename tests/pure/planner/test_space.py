@@ -52,7 +52,7 @@ def cut_texts(name: str, size: int) -> list[str]:
 
 
 def as_degrees(strategy: Strategy, mesh: tuple[tuple[str, int], ...]) -> frozenset[tuple[str, str, int]]:
-    """What a layout costs: how many ranks of each level each stage has."""
+    """The costs of a layout depend on this: how many ranks of each level each stage has."""
     axes = Layout.of(strategy, mesh).axes
     return frozenset((axis.mesh_axis, axis.stage.value, axis.size) for axis in axes if axis.size > 1)
 

@@ -52,7 +52,7 @@ def measured() -> Cluster:
 
 
 def test_measured_curves_and_kernels_change_too() -> None:
-    """Of a curve, bandwidth changes the seconds beyond the latency, and latency only these."""
+    """In a curve, bandwidth changes the seconds beyond the latency, and latency only these."""
     cluster = measured()
     level = cluster.level("cluster")
     for index, step_s in ((0, level.latency_s), (1, 2 * level.latency_s)):

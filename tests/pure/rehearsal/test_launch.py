@@ -1,4 +1,4 @@
-"""What is wrong with a rehearsal is said before any process starts, in one message."""
+"""A wrong rehearsal is refused before any process starts, in one message."""
 
 from __future__ import annotations
 

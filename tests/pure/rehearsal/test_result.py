@@ -1,4 +1,4 @@
-"""What is made of a rehearsal's figures: where memory ends, where ranks part, and how it is shown."""
+"""The result of a rehearsal: where memory ends, where ranks part, and how it is shown."""
 
 from __future__ import annotations
 

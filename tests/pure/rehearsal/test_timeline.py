@@ -68,7 +68,7 @@ def test_a_host_that_reads_no_longer_runs_ahead() -> None:
 def test_collectives_share_links_and_slow_kernels_down() -> None:
     """For two seconds, of which the collective takes a quarter and leaves one and a half of computation."""
     assert run(gather(0.0, 2.0, taken=0.25), kernel(3.0)).seconds == pytest.approx(3.5)
-    # What it moves through memory, those alone miss that wait for it.
+    # Only kernels that wait for memory are slowed by the bytes that the collective moves.
     for moving, seconds in ((True, 3.5), (False, 3.0)):
         assert run(gather(0.0, 2.0, memory_s=0.5), kernel(3.0, moving=moving)).seconds == pytest.approx(seconds)
     # Two of 4 s on one link have half of it each: both take 8.

@@ -190,7 +190,7 @@ def test_long_runs_and_no_finite_numbers() -> None:
     assert len(curve.line) <= MOST and len(found.spans) == len(curve.line) and len(curve.band) == 2 * len(curve.line)
     assert found.caption.startswith("Each point is the mean of 8 steps")
     assert found.spans[0].label == "steps 1 to 8: s0 2.62 (0 to 6)"
-    # What is no finite number is left out.
+    # Numbers that are not finite are left out.
     assert chart([1, 2], [math.nan, math.inf]) is None
     found = chart([1], [math.inf], [5.0])
     assert found is not None and [curve.name for curve in found.curves] == ["s1"]

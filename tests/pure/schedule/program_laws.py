@@ -194,7 +194,7 @@ class Script:
         self.micro += 1
 
     def begin_step(self) -> None:
-        """What was shown is set aside."""
+        """Gradients that were shown are set aside."""
         self.interpreter.begin_step()
         for expected in self.expected:
             expected.clear()

@@ -152,7 +152,7 @@ def test_units_are_reduced_as_the_backward_leaves_them(strategy):
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=1,cluster=1", "node=2,cluster=0"])
 def test_two_forwards_may_have_one_backward_or_two(strategy):
-    """Of two graphs that are alive only the one that is gone back through is passed."""
+    """With two live graphs, only the one that the backward goes through is passed."""
     for order, together in itertools.product((1, -1), (False, True)):
         run = script(of(strategy), True)
         graphs = [run.forward(EVERYTHING), run.forward(EVERYTHING)][::order]
@@ -201,7 +201,7 @@ def test_without_overlap_nothing_is_under_way_while_anything_computes(strategy):
 @settings(max_examples=30)
 @given(st.data())
 def test_ranks_that_differ_in_timing_alone_issue_the_same(data):
-    """What is issued depends on points, never on which wait took how long."""
+    """Points decide which operations are issued, never the time that a wait took."""
     schedule = data.draw(schedules())
     drawn = [one for one in (data.draw(passes(schedule)) for _ in range(3)) if one.backward]
     assume(drawn)

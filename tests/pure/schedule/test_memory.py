@@ -277,7 +277,7 @@ def test_simulations_count_it(cores: float | None, expected: int) -> None:
     ("longest_bytes", "expected"),
     [
         (1 << 18, 65536),  # 256 KiB of fp32
-        # Of each shard but one's own four slices, and two as wide as sums are, in 8 MiB.
+        # Four slices of each shard but one's own, and two as wide as sums are, in 8 MiB.
         (1 << 20, (8 << 20) // (4 * (12 + 2)) // 64 * 64),
     ],
 )

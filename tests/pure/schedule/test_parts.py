@@ -143,7 +143,7 @@ def bucket(numel: int) -> Bucket:
 
 @dataclass
 class Logged:
-    """What was asked for, in order; a ticket is the call that it is for."""
+    """Calls in order; a ticket is the call that it is for."""
 
     log: list[str] = field(default_factory=list)
     fails: bool = False

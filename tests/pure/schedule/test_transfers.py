@@ -19,7 +19,7 @@ MESH = (("node", 2), ("cluster", 3), ("region", 2))
 
 
 def routes(layout: Layout, flat: FlatBuffer) -> list[tuple[Transfer, ...]]:
-    """Of unshard, refresh, reduce and boundary."""
+    """The transfers of unshard, refresh, reduce and boundary."""
     placed = BufferLayout.of(layout, flat)
     return [placed.routes[lane].steps for lane in ("unshard", "refresh", "reduce", "boundary")]
 
@@ -66,7 +66,7 @@ def test_the_worked_example(strategy, expected):
         (axis, kind): size * 10**6 for axis, both in expected.items() for kind, size in zip("PG", both, strict=True)
     }
     assert sent(schedule, 1, micro_batches=3) == whole
-    # What is still in its slot where forward turns into backward needs one gather, not two.
+    # A unit still in its slot where forward turns into backward needs one gather, not two.
     gathered = {("node", "P")} | ({("cluster", "P")} if strategy.endswith("=3") else set())
     assert sent(schedule, 3, micro_batches=3) == {k: v // (2 if k in gathered else 1) for k, v in whole.items()}
     # A recomputed segment no longer than the slots needs no third.
@@ -147,7 +147,7 @@ def test_chains_grow_and_shrink_one_region(mix):
             assert one.numel == following.numel // following.axis.size
     reductions = [*micro, *boundary]
     scatters = [step for step in reductions if step.operation == "reduce_scatter"]
-    # Of the replicated axes all but the outermost scatter, and gather again.
+    # All replicated axes but the outermost scatter, and gather again.
     replicas = [axis.name for axis in layout.replica_axes]
     assert [step.axis.name for step in scatters] == order + replicas[:-1]
     assert [s.axis.name for s in reductions if s.operation == "all_gather"] == replicas[:-1][::-1]
@@ -190,7 +190,7 @@ def test_wires_and_axes_of_one_rank():
 
 @pytest.mark.parametrize(("size", "numel", "expected"), [(2, 2 * 136, 2 * 264), (4, 32, 2 * 3 * 132)])
 def test_bytes_of_a_quantised_all_reduce(size, numel, expected):
-    """Of 136 elements, two blocks; of 8, one."""
+    """136 elements make two blocks, 8 make one."""
     axis = Axis(name="a", mesh_axis="a", size=size, stride=1, stage=Stage.ZERO, wire=Wire())
     assert Transfer(operation="all_reduce", axis=axis, numel=numel, wire="int8").sent_bytes == expected
 

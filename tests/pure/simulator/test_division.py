@@ -202,7 +202,7 @@ def test_bubbles_are_those_of_the_papers(pp: int, rounds: int, schedule: str) ->
 
 
 def test_activations_in_flight_are_those_of_the_schedule() -> None:
-    """Of a stage's: 1F1B p - rank of them, GPipe m, interleaved p + (p - 1)/v on the first rank (2104.04473)."""
+    """In stages: 1F1B has p - rank of them, GPipe m, interleaved p + (p - 1)/v on the first rank (2104.04473)."""
     one_f = Parallel(pp=4)
     assert [one_f.in_flight(rank, 16) for rank in range(4)] == [4, 3, 2, 1]
     assert one_f.in_flight(0, 4) == 4 and Parallel(pp=4, pp_schedule="gpipe").in_flight(3, 16) == 16

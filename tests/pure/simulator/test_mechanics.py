@@ -1,4 +1,4 @@
-"""What the engines of published tables do differently, seen from outside; and the host that issues transfers."""
+"""Differences of the engines of published tables, seen from outside; and the host that issues transfers."""
 
 from __future__ import annotations
 

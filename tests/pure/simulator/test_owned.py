@@ -75,13 +75,13 @@ def test_bytes_are_what_lies_elsewhere_than_its_owner(strategy: str) -> None:
                 expected[axis.name] += (stop - start) * (here != there)
     muon, adamw = sent(strategy, "muon"), sent(strategy, "adamw")
     for axis in layout.axes:
-        # Of an average rank, rounded up in each bucket: fp32 gradients there, masters back.
+        # An average rank's share, rounded up in each bucket: fp32 gradients there, masters back.
         each = 8 * expected[axis.name] / ranks
         assert muon[axis.name] - adamw[axis.name] == pytest.approx(each, abs=8 * len(owned.buckets))
 
 
 def test_time_is_the_longest_owners_and_what_is_not_hidden() -> None:
-    """Of 8 ranks in one node: at least Newton-Schulz of an eighth of the matrices, and no more than a tenth above it
+    """On 8 ranks in one node: at least Newton-Schulz of an eighth of the matrices, and no more than a tenth above it
     beside what moves."""
     world = 8
     adamw, muon = (
@@ -108,7 +108,7 @@ def held_numel(owned: OwnedTensors, ranks: int) -> tuple[Counter[int], Counter[i
 
 
 def test_memory_is_what_owners_keep() -> None:
-    """Of Muon one fp32 momentum, of AdamW two moments, and of both the values of what does not lie there anyway. A step
+    """Muon keeps one fp32 momentum, AdamW two moments, and both the values that do not lie there anyway. A step
     takes room for no less than an even share of the gradients of three buckets; where states are whole, for none."""
     slices = simulate(LLAMA, A800.take(16), "node=3,cluster=1", work("adamw", 16)).memory
     for optimizer, ownership, width in (("muon", "slices", 4), ("adamw", "owners", 8)):
@@ -201,7 +201,7 @@ def test_amsps_owners_are_ours_and_their_tensors_are_the_state_shard() -> None:
 
 
 def test_experts_are_batches_of_matrices() -> None:
-    """Of a stack of eight, eight times the iterations of one; one momentum of its shape; one owner."""
+    """A stack of eight takes eight times the iterations of one; it has one momentum of its shape, and one owner."""
     model = model_preset("mixtral-8x7b")
     run = setup("node=3,cluster=1", 16, model=model)
     owned = one(run)

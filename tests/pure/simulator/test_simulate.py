@@ -232,7 +232,7 @@ def test_mfu_and_overhead_are_those_of_dtype_and_device():
     result = simulate(GPT2, A800.take(1), "node=3,cluster=1", work(2, 1))
     assert result.exposed_comm_s == 0
     assert all(axis.bytes_sent_per_device == 0 for axis in result.axes)
-    # What fits depends on the margin.
+    # The margin decides whether it fits.
     workload = work(1, 16, 2048)
     memory = simulate(LLAMA, A800.take(16), "node=3,cluster=1", workload).memory
     margin = 1 - memory.total / 80e9

@@ -101,7 +101,7 @@ def test_prefixes_and_order(layout):
 
 @given(layouts(), st.integers(0, 200))
 def test_every_chunk_is_even_and_begins_on_16_bytes(layout, numel):
-    """Of a region over any axes, of the narrowest dtype."""
+    """Alignment of a region over any axes, of the narrowest dtype."""
     padded = layout.padded(numel)
     for axes in (*degrees(layout), layout.axes):
         assert padded // layout.degree(axes) * 2 % 16 == 0 and padded % layout.degree(axes) == 0

@@ -1,4 +1,4 @@
-"""What a claim's range spans, how tables are scored, and FSDP's allocated peak by hand."""
+"""The span of a claim's range, the scoring of tables, and FSDP's allocated peak by hand."""
 
 from __future__ import annotations
 
