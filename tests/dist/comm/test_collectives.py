@@ -7,34 +7,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.dist.pool import TIMEOUT_S, Pool, kept, on_ranks
-from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
+from tests.dist.comm.axes import line, make_axes, room, values
+from tests.dist.pool import TIMEOUT_S, Pool, on_ranks
+from zeromesh.comm import Sent, all_gather, all_reduce, reduce_scatter, workspace_bytes
 from zeromesh.errors import CommunicationError, InternalError
-from zeromesh.strategy import Layout
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-
-
-def line() -> AxisGroup:
-    """All ranks as one axis."""
-    return kept(_make_line)
-
-
-def _make_line() -> AxisGroup:
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("line",))
-    return make_groups(mesh, Layout.of("line=3", [("line", world)]).axes)["line"]
-
-
-def workspace(group: AxisGroup) -> torch.Tensor:
-    return torch.empty(workspace_bytes(group), dtype=torch.uint8)
-
-
-def values(rank: int, numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed * 1000 + rank)
-    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def summed(numel: int, dtype: torch.dtype, seed: int, world: int, scale: float) -> torch.Tensor:
@@ -61,8 +40,8 @@ def scatter(chunk, wire, out, seed, scale, accumulate, workspace_share=1):
     result = before.clone()
     region = values(group.rank, chunk * group.size, FLOATS[wire], seed)
     sent = region.clone()
-    room = workspace(group)[: workspace_bytes(group) // workspace_share]
-    reduce_scatter(region, result, group, workspace=room, scale=scale, accumulate=accumulate)
+    part = room(group)[: workspace_bytes(group) // workspace_share]
+    reduce_scatter(region, result, group, workspace=part, scale=scale, accumulate=accumulate)
     total = summed(chunk * group.size, FLOATS[wire], seed, group.size, scale)
     own = total[group.rank * chunk : (group.rank + 1) * chunk]
     expected = (before.to(own.dtype) + own if accumulate else own).to(FLOATS[out])
@@ -74,7 +53,7 @@ def reduce(chunk, dtype, seed, scale):
     group = line()
     numel = chunk * group.size
     tensor = values(group.rank, numel, FLOATS[dtype], seed)
-    all_reduce(tensor, group, workspace=workspace(group), scale=scale)
+    all_reduce(tensor, group, workspace=room(group), scale=scale)
     expected = summed(numel, FLOATS[dtype], seed, group.size, scale).to(FLOATS[dtype])
     if dtype in ("bf16", "fp16"):
         assert torch.equal(tensor, expected)
@@ -137,7 +116,7 @@ def test_the_result_may_replace_the_own_chunk():
     group = line()
     region = values(group.rank, 30, torch.float32, 7)
     own = region[group.rank * 10 : (group.rank + 1) * 10]
-    reduce_scatter(region, own, group, workspace=workspace(group))
+    reduce_scatter(region, own, group, workspace=room(group))
     expected = summed(30, torch.float32, 7, 3, 1.0)[group.rank * 10 : (group.rank + 1) * 10]
     assert torch.equal(own, expected)
 
@@ -149,28 +128,23 @@ def test_bytes_sent():
     group.record = seen.append
     region = torch.zeros(400_000, dtype=torch.bfloat16)
     all_gather(region, group)
-    reduce_scatter(region, torch.zeros(100_000), group, workspace=workspace(group))
-    all_reduce(region, group, workspace=workspace(group))
-    all_reduce(region[:200_000].float(), group, workspace=workspace(group))
+    reduce_scatter(region, torch.zeros(100_000), group, workspace=room(group))
+    all_reduce(region, group, workspace=room(group))
+    all_reduce(region[:200_000].float(), group, workspace=room(group))
     assert [(sent.operation, sent.axis, sent.sent_bytes) for sent in seen] == [
-        ("all_gather", "line", 600_000),
-        ("reduce_scatter", "line", 600_000),
-        ("all_reduce", "line", 600_000),
-        ("all_reduce", "line", 600_000),
-        ("all_reduce", "line", 1_200_000),
+        ("all_gather", "node", 600_000),
+        ("reduce_scatter", "node", 600_000),
+        ("all_reduce", "node", 600_000),
+        ("all_reduce", "node", 600_000),
+        ("all_reduce", "node", 1_200_000),
     ]
-
-
-def short_line(timeout_s: float) -> AxisGroup:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("line",))
-    return make_groups(mesh, Layout.of("line=3", [("line", 2)]).axes, timeout_s=timeout_s)["line"]
 
 
 @on_ranks(2, spoils=True)
 def test_a_stalled_peer_is_named_and_a_mismatch_ends_in_the_timeout():
-    stalled, mismatched = short_line(3.0), short_line(3.0)
+    (stalled,), (mismatched,) = (make_axes(2, timeout_s=3.0) for _ in range(2))
     if stalled.rank == 0:
-        with pytest.raises(CommunicationError, match=r"all_gather over axis line failed on rank 0 with rank 1 .* 3"):
+        with pytest.raises(CommunicationError, match=r"all_gather over axis node failed on rank 0 with rank 1 .* 3"):
             all_gather(torch.zeros(8), stalled)
     with pytest.raises(CommunicationError, match="stalled, or ranks issued different collectives"):
         all_gather(torch.zeros(8 if stalled.rank else 16), mismatched)

@@ -15,31 +15,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
+from tests.dist.comm.axes import make_axes, room
 from tests.dist.pool import Pool, RanksFailed
 from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather
-from zeromesh.comm import AxisGroup, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
+from zeromesh.comm import AxisGroup, all_gather, all_reduce, reduce_scatter
 from zeromesh.comm.exchange import Exchange
 from zeromesh.errors import CommunicationError
-from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat
 
 TIMEOUT_S = 400.0
 INT8 = QuantFormat(bits=8)
-Groups = dict[str, AxisGroup]
-
-
-def groups_of(shape: tuple[int, ...]) -> Groups:
-    """Groups of a mesh with axes node and cluster, innermost first."""
-    names = ("node", "cluster")[: len(shape)]
-    mesh = init_device_mesh("cpu", tuple(reversed(shape)), mesh_dim_names=tuple(reversed(names)))
-    text = ",".join(f"{name}=3" for name in names)
-    return make_groups(mesh, Layout.of(text, list(zip(names, shape, strict=True))).axes, timeout_s=TIMEOUT_S)
-
-
-def room(group: AxisGroup) -> torch.Tensor:
-    return torch.empty(workspace_bytes(group), dtype=torch.uint8)
 
 
 def scatter(node: AxisGroup, numel: int) -> None:
@@ -95,15 +81,15 @@ def die_in_the_backend(name: str) -> Any:
 
 def survive(folder: str, collective: Any, shape: tuple[int, ...], numel: int, dead: int, after: int | str) -> None:
     """Goes through a whole collective, then through one in which `dead` dies; leaves its error and how long it took."""
-    groups = groups_of(shape)
-    collective(*groups.values(), numel=numel)
+    groups = make_axes(*shape, timeout_s=TIMEOUT_S)
+    collective(*groups, numel=numel)
     if dist.get_rank() == dead:
         with die_after_pieces(after) if isinstance(after, int) else die_in_the_backend(after):
-            collective(*groups.values(), numel=numel)
+            collective(*groups, numel=numel)
         return
     start = time.monotonic()
     try:
-        collective(*groups.values(), numel=numel)
+        collective(*groups, numel=numel)
     except CommunicationError as error:
         at = time.monotonic()  # one clock for all processes
         found = {"message": str(error), "at": at, "seconds": at - start}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tests.dist.parity import mesh_of
+from tests.dist.comm.axes import make_axes
 from tests.dist.pool import on_ranks
-from zeromesh.comm import AxisGroup, all_gather, all_reduce, all_reduce_max, make_groups, reduce_scatter
+from zeromesh.comm import AxisGroup, all_gather, all_reduce, all_reduce_max, reduce_scatter
 from zeromesh.comm.transport import HostCopies, Native, Transport, carried, transport_of
-from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat
 
 CHUNK = 640
@@ -48,9 +47,8 @@ def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def group_of_two(transport: Transport | None = None) -> AxisGroup:
-    mesh = mesh_of(2)
     Elsewhere.seen.clear()
-    group = make_groups(mesh, Layout.of("node=3", [("node", 2)]).axes)["node"]
+    (group,) = make_axes(2)
     group.transport = transport or group.transport
     return group
 

@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.dist.pool import kept, on_ranks
-from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, collectives, make_groups, reduce_scatter
+from tests.dist.comm.axes import line, values
+from tests.dist.pool import on_ranks
+from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, collectives, reduce_scatter
 from zeromesh.comm.quantised import noise_generator
 from zeromesh.comm.transport import Messages, Native, Transport
-from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat
 
 WORLD = 3
@@ -26,17 +25,12 @@ MESSAGES, NATIVE = Messages("cpu"), Native("cpu")
 INT8, INT4 = QuantFormat(bits=8), QuantFormat(bits=4, stochastic=True)
 
 
-def make_line() -> AxisGroup:
-    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("line",))
-    return make_groups(mesh, Layout.of("line=3", [("line", WORLD)]).axes)["line"]
-
-
-def values(numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
+def own(numel: int, dtype: torch.dtype) -> Tensor:
+    return values(dist.get_rank(), numel, dtype)
 
 
 def gather(group: AxisGroup, room: Tensor) -> list[Tensor]:
-    region = values(3 * 70_001, torch.bfloat16)
+    region = own(3 * 70_001, torch.bfloat16)
     all_gather(region, group)
     return [region]
 
@@ -45,28 +39,28 @@ def scatter(group: AxisGroup, room: Tensor) -> list[Tensor]:
     found = []
     for wire, out, accumulate in ((torch.bfloat16, torch.float32, True), (torch.float32, torch.bfloat16, False)):
         for chunk in (1, 70_001):
-            result = values(chunk, out)
-            reduce_scatter(values(3 * chunk, wire), result, group, workspace=room, scale=1 / 3, accumulate=accumulate)
+            result = own(chunk, out)
+            reduce_scatter(own(3 * chunk, wire), result, group, workspace=room, scale=1 / 3, accumulate=accumulate)
             found.append(result)
     return found
 
 
 def reduce(group: AxisGroup, room: Tensor) -> list[Tensor]:
-    tensors = [values(numel, torch.bfloat16) for numel in (3, 200_004)]
+    tensors = [own(numel, torch.bfloat16) for numel in (3, 200_004)]
     for tensor in tensors:
         all_reduce(tensor, group, workspace=room, scale=0.5)
     return tensors
 
 
 def quantised_gather(group: AxisGroup, room: Tensor) -> list[Tensor]:
-    region, keep = values(3 * 70_001, torch.bfloat16), torch.zeros(3 * INT8.message_bytes(70_001), dtype=torch.uint8)
+    region, keep = own(3 * 70_001, torch.bfloat16), torch.zeros(3 * INT8.message_bytes(70_001), dtype=torch.uint8)
     all_gather(region, group, INT8, workspace=room, keep=keep)
     return [region, keep]
 
 
 def quantised_scatter(group: AxisGroup, room: Tensor) -> list[Tensor]:
     out, residual = torch.ones(70_001), torch.zeros(3 * 70_001)
-    region = values(3 * 70_001, torch.float32)
+    region = own(3 * 70_001, torch.float32)
     noise = noise_generator(group)
     reduce_scatter(region, out, group, INT4, workspace=room, accumulate=True, generator=noise)
     reduce_scatter(region, out, group, INT8, workspace=room, accumulate=True, residual=residual)
@@ -74,7 +68,7 @@ def quantised_scatter(group: AxisGroup, room: Tensor) -> list[Tensor]:
 
 
 def quantised_reduce(group: AxisGroup, room: Tensor) -> list[Tensor]:
-    tensors = [values(numel, torch.float32) for numel in (3, 200_004)]
+    tensors = [own(numel, torch.float32) for numel in (3, 200_004)]
     noise = noise_generator(group)
     for tensor in tensors:
         all_reduce(tensor, group, INT4, workspace=room, scale=1 / 3, generator=noise)
@@ -84,7 +78,7 @@ def quantised_reduce(group: AxisGroup, room: Tensor) -> list[Tensor]:
 def ran(
     collective: Callable[[AxisGroup, Tensor], list[Tensor]], transport: Transport
 ) -> tuple[list[Tensor], list[Sent]]:
-    group, seen = kept(make_line), list[Sent]()
+    group, seen = line(), list[Sent]()
     room = torch.zeros(1 << 21, dtype=torch.uint8)  # several parts on both
     group.transport, group.record = transport, seen.append
     try:
@@ -148,15 +142,15 @@ def test_the_backend_s_own_sums_differ_by_roundings_of_the_wire(collective):
 
 @on_ranks(WORLD)
 def test_a_native_reduction_is_a_collective_and_one_kernel():
-    group = kept(make_line)
-    region, out = values(3 * 70_001, torch.bfloat16), values(70_001, torch.float32)
-    own, nothing = region[group.rank * 70_001 :][:70_001], torch.empty(0)
+    group = line()
+    region, out = own(3 * 70_001, torch.bfloat16), own(70_001, torch.float32)
+    part, nothing = region[group.rank * 70_001 :][:70_001], torch.empty(0)
     group.transport = NATIVE
     try:
         for to, accumulate, after in (
             (out, True, ["aten::add_.Tensor"]),
             (out, False, ["aten::copy_"]),
-            (own, False, []),
+            (part, False, []),
         ):
             # Gloo's copies its input first.
             with mock.patch.object(collectives, "reduce_scatter_single") as backends, Launches() as launches:

@@ -7,38 +7,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.dist.pool import Pool, kept, on_ranks
-from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
+from tests.dist.comm.axes import axes, room, values
+from tests.dist.pool import Pool, on_ranks
+from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, reduce_scatter
 from zeromesh.comm.quantised import check_quantisable, noise_generator, restore_kept
 from zeromesh.errors import InputError, InternalError
 from zeromesh.schedule.transfer import wire_bytes
-from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat, coded
 
 SHAPES = {1: (3,), 3: (2, 2, 2)}
-
-
-def grid(shape: tuple[int, ...]) -> dict[str, AxisGroup]:
-    """The groups of a mesh with axes a, b, c; a is innermost."""
-    return kept(_make_grid, shape)
-
-
-def _make_grid(shape: tuple[int, ...]) -> dict[str, AxisGroup]:
-    names = "abc"[: len(shape)]
-    mesh = init_device_mesh("cpu", tuple(reversed(shape)), mesh_dim_names=tuple(reversed(names)))
-    axes = Layout.of(",".join(f"{name}=3" for name in names), list(zip(names, shape, strict=True))).axes
-    return make_groups(mesh, axes)
-
-
-def workspace(group: AxisGroup) -> torch.Tensor:
-    return torch.empty(workspace_bytes(group), dtype=torch.uint8)
-
-
-def values(rank: int, numel: int, seed: int, spread: float) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed * 1000 + rank)
-    return torch.randn(numel, generator=generator) * torch.exp(spread * torch.randn(numel, generator=generator))
 
 
 def noise(form: QuantFormat, group: AxisGroup) -> torch.Generator | None:
@@ -46,9 +24,9 @@ def noise(form: QuantFormat, group: AxisGroup) -> torch.Generator | None:
 
 
 def gather(shape, chunk, form, seed):
-    groups = list(grid(shape).values())
+    groups = axes(*shape)
     world = dist.get_world_size()
-    exact = torch.cat([values(rank, chunk, seed, 1.0) for rank in range(world)])
+    exact = torch.cat([values(rank, chunk, seed=seed, spread=1.0) for rank in range(world)])
     full = torch.full_like(exact, float("nan"))
     held = slice(dist.get_rank() * chunk, (dist.get_rank() + 1) * chunk)
     full[held] = exact[held]
@@ -56,7 +34,7 @@ def gather(shape, chunk, form, seed):
         length = held.stop - held.start
         start = held.start - group.rank * length
         held = slice(start, start + group.size * length)
-        all_gather(full[held], group, form, workspace=workspace(group), generator=noise(form, group))
+        all_gather(full[held], group, form, workspace=room(group), generator=noise(form, group))
     assert (full - exact).abs().max() <= form.error_bound(len(groups)) * exact.abs().max()
     first = full.clone()
     dist.broadcast(first, 0)
@@ -64,9 +42,9 @@ def gather(shape, chunk, form, seed):
 
 
 def scatter(shape, chunk, form, seed, accumulate):
-    groups = list(grid(shape).values())
+    groups = axes(*shape)
     world, rank = dist.get_world_size(), dist.get_rank()
-    everyone = [values(rank, chunk * world, seed, 1.0) for rank in range(world)]
+    everyone = [values(rank, chunk * world, seed=seed, spread=1.0) for rank in range(world)]
     region, start = everyone[rank].clone(), 0
     for group in reversed(groups):
         length = region.numel() // group.size
@@ -78,7 +56,7 @@ def scatter(shape, chunk, form, seed, accumulate):
             out,
             group,
             form,
-            workspace=workspace(group),
+            workspace=room(group),
             scale=1 / group.size,
             accumulate=accumulate and last,
             generator=noise(form, group),
@@ -116,15 +94,15 @@ def test_regions_of_many_pieces(pool: Pool):
 
 
 def kept_and_restored(chunk: int, form: QuantFormat) -> None:
-    group = grid((2,))["a"]
-    region = torch.cat([values(rank, chunk, 4, 1.0) for rank in range(2)]).bfloat16()
+    group = axes(2)[0]
+    region = torch.cat([values(rank, chunk, seed=4, spread=1.0) for rank in range(2)]).bfloat16()
     keep = torch.zeros(2 * form.message_bytes(chunk), dtype=torch.uint8)
-    plain, room = region.clone(), workspace(group)
-    all_gather(plain, group, form, workspace=room)
-    all_gather(region, group, form, workspace=room, keep=keep)
+    plain, space = region.clone(), room(group)
+    all_gather(plain, group, form, workspace=space)
+    all_gather(region, group, form, workspace=space, keep=keep)
     assert torch.equal(region, plain)
     restored = torch.full_like(region, float("nan"))
-    restore_kept(keep, restored, group, form, workspace=room)
+    restore_kept(keep, restored, group, form, workspace=space)
     assert torch.equal(restored, region)
     first = keep.clone()
     dist.broadcast(first, 0)
@@ -138,24 +116,24 @@ def test_kept_messages_give_the_same_bits_back(pool: Pool):
 
 @on_ranks(2)
 def test_room_for_kept_messages_must_be_right():
-    group, form = grid((2,))["a"], QuantFormat(bits=8)
+    group, form = axes(2)[0], QuantFormat(bits=8)
     with pytest.raises(InternalError, match=r"kept messages of 2 chunks of 100 need 132 bytes each; got 100"):
-        restore_kept(torch.zeros(100).byte(), torch.zeros(200), group, form, workspace=workspace(group))
+        restore_kept(torch.zeros(100).byte(), torch.zeros(200), group, form, workspace=room(group))
 
 
 @on_ranks(3)
 def test_reduce_scatter_sums_dequantised_chunks_in_the_order_of_the_ranks():
-    group, form, chunk = grid((3,))["a"], QuantFormat(bits=8), 300
+    group, form, chunk = axes(3)[0], QuantFormat(bits=8), 300
     out = torch.zeros(chunk)
-    own = values(group.rank, 3 * chunk, 5, 1.0)
-    reduce_scatter(own.clone(), out, group, form, workspace=workspace(group), scale=0.5)
+    own = values(group.rank, 3 * chunk, seed=5, spread=1.0)
+    reduce_scatter(own.clone(), out, group, form, workspace=room(group), scale=0.5)
     quantiser, message = (
         form.codec(384, torch.zeros(form.memory_bytes(384)).byte(), None),
         torch.zeros(form.message_bytes(chunk)).byte(),
     )
     total = torch.zeros(chunk)
     for rank in range(3):
-        part = values(rank, 3 * chunk, 5, 1.0)[group.rank * chunk :][:chunk]
+        part = values(rank, 3 * chunk, seed=5, spread=1.0)[group.rank * chunk :][:chunk]
         if rank != group.rank:
             quantiser.quantise(part, message)
             quantiser.dequantise(message, part)
@@ -166,10 +144,10 @@ def test_reduce_scatter_sums_dequantised_chunks_in_the_order_of_the_ranks():
 @pytest.mark.parametrize("numel", [3, 1005])
 @on_ranks(3)
 def test_all_reduce_leaves_equal_replicas(numel):
-    group, form = grid((3,))["a"], QuantFormat(bits=8)
-    tensor = values(group.rank, numel, 3, 1.0).bfloat16()
-    everyone = torch.stack([values(rank, numel, 3, 1.0).bfloat16().double() for rank in range(3)])
-    all_reduce(tensor, group, form, workspace=workspace(group), scale=1 / 3)
+    group, form = axes(3)[0], QuantFormat(bits=8)
+    tensor = values(group.rank, numel, seed=3, spread=1.0).bfloat16()
+    everyone = torch.stack([values(rank, numel, seed=3, spread=1.0).bfloat16().double() for rank in range(3)])
+    all_reduce(tensor, group, form, workspace=room(group), scale=1 / 3)
     first = tensor.clone()
     dist.broadcast(first, 0)
     assert torch.equal(first, tensor)
@@ -180,19 +158,19 @@ def test_all_reduce_leaves_equal_replicas(numel):
 
 @on_ranks(2)
 def test_error_feedback_makes_up_for_what_was_lost():
-    group, form, chunk = grid((2,))["a"], QuantFormat(bits=4), 200
+    group, form, chunk = axes(2)[0], QuantFormat(bits=4), 200
     sums = {"with": torch.zeros(chunk), "without": torch.zeros(chunk)}
     residual = torch.zeros(2 * chunk)
-    region = values(group.rank, 2 * chunk, 8, 0.0)
+    region = values(group.rank, 2 * chunk, seed=8)
     repeats = 30
     for _ in range(repeats):
         for name, kept_residual in (("with", residual), ("without", None)):
             reduce_scatter(
-                region, sums[name], group, form, workspace=workspace(group), accumulate=True, residual=kept_residual
+                region, sums[name], group, form, workspace=room(group), accumulate=True, residual=kept_residual
             )
-    exact = repeats * sum(values(rank, 2 * chunk, 8, 0.0)[group.rank * chunk :][:chunk] for rank in range(2))
+    exact = repeats * sum(values(rank, 2 * chunk, seed=8)[group.rank * chunk :][:chunk] for rank in range(2))
     error = {name: (total - exact).abs().max() for name, total in sums.items()}
-    assert error["with"] <= 2 * form.error_bound(1) * values(1 - group.rank, 2 * chunk, 8, 0.0).abs().max()
+    assert error["with"] <= 2 * form.error_bound(1) * values(1 - group.rank, 2 * chunk, seed=8).abs().max()
     assert error["without"] > 5 * error["with"]
     own = slice(group.rank * chunk, (group.rank + 1) * chunk)
     assert (residual[own] == 0).all()  # the own chunk is not quantised
@@ -200,16 +178,16 @@ def test_error_feedback_makes_up_for_what_was_lost():
 
 @on_ranks(3)
 def test_error_feedback_of_an_all_reduce_covers_both_its_quantisations():
-    group, form, numel = grid((3,))["a"], QuantFormat(bits=4), 501
-    own = values(group.rank, numel, 8, 0.0)
+    group, form, numel = axes(3)[0], QuantFormat(bits=4), 501
+    own = values(group.rank, numel, seed=8)
     residual, total, repeats = torch.zeros(numel), torch.zeros(numel), 30
     plain = torch.zeros(numel)
     for _ in range(repeats):
         for sums, owed in ((total, residual), (plain, None)):
             tensor = own.clone()
-            all_reduce(tensor, group, form, workspace=workspace(group), scale=1 / 3, residual=owed)
+            all_reduce(tensor, group, form, workspace=room(group), scale=1 / 3, residual=owed)
             sums += tensor
-    everyone = torch.stack([values(rank, numel, 8, 0.0) for rank in range(3)])
+    everyone = torch.stack([values(rank, numel, seed=8) for rank in range(3)])
     exact = repeats * everyone.mean(0)
     # Still owed in the end, once for each quantisation; the values quantised may include older debts.
     assert (total - exact).abs().max() <= 2 * form.error_bound(2) * everyone.abs().max()
@@ -222,13 +200,13 @@ def test_error_feedback_of_an_all_reduce_covers_both_its_quantisations():
 @pytest.mark.parametrize("wire", ["int8", "int4"])
 @on_ranks(2)
 def test_bytes_sent(wire):
-    group, form = grid((2,))["a"], coded(wire)
+    group, form = axes(2)[0], coded(wire)
     seen: list[Sent] = []
     group.record = seen.append
     region = torch.zeros(600_000)
-    all_gather(region, group, form, workspace=workspace(group))
-    reduce_scatter(region, torch.zeros(300_000), group, form, workspace=workspace(group))
-    all_reduce(region, group, form, workspace=workspace(group))
+    all_gather(region, group, form, workspace=room(group))
+    reduce_scatter(region, torch.zeros(300_000), group, form, workspace=room(group))
+    all_reduce(region, group, form, workspace=room(group))
     # Pieces are whole blocks, so a chunk in pieces is as long as one in a single message.
     chunk = wire_bytes(300_000, wire)
     found = [(sent.operation, sent.sent_bytes) for sent in seen]
@@ -237,15 +215,14 @@ def test_bytes_sent(wire):
 
 def mean_of_two_axes(generators: list[torch.Generator]) -> float:
     """The mean of .6 on one rank in four, after averages over two axes, in units of an int4 code."""
-    groups, form, numel = list(grid((2, 2)).values()), QuantFormat(bits=4, stochastic=True), 4096
+    groups, form, numel = axes(2, 2), QuantFormat(bits=4, stochastic=True), 4096
     total, rounds = torch.zeros(numel), 60
     largest = torch.arange(numel) % form.block == 0  # the same on all ranks, so that a code is 1 everywhere
     own = torch.full((numel,), 0.6 if dist.get_rank() == 0 else 0.0).masked_fill(largest, 7.0)
     for _ in range(rounds):
         tensor = own.clone()
         for group, generator in zip(groups, generators, strict=True):
-            room = workspace(group)
-            all_reduce(tensor, group, form, workspace=room, scale=0.5, generator=generator)
+            all_reduce(tensor, group, form, workspace=room(group), scale=0.5, generator=generator)
         total += tensor
     return float(total[~largest].mean()) / rounds
 
@@ -253,7 +230,7 @@ def mean_of_two_axes(generators: list[torch.Generator]) -> float:
 @on_ranks(4)
 def test_rounding_at_random_is_unbiased_over_two_axes():
     """Each by draws of its own: by the same ones, what the first has rounded up the second would round up too."""
-    groups = grid((2, 2)).values()
+    groups = axes(2, 2)
     assert mean_of_two_axes([noise_generator(group, "weight") for group in groups]) == pytest.approx(0.15, abs=0.01)
     same = [torch.Generator().manual_seed(group.rank) for group in groups]
     assert mean_of_two_axes(same) > 0.2, "a bias must be seen"
@@ -261,7 +238,7 @@ def test_rounding_at_random_is_unbiased_over_two_axes():
 
 @on_ranks(2)
 def test_buffers_are_rounded_by_draws_of_their_own():
-    group = grid((2,))["a"]
+    group = axes(2)[0]
     draws = [torch.rand(4, generator=noise_generator(group, name)).tolist() for name in ("one", "two", "one")]
     assert draws[0] == draws[2] != draws[1]
 
@@ -274,6 +251,6 @@ def test_what_cannot_be_quantised_says_so():
 
 @on_ranks(2)
 def test_a_workspace_that_is_too_small_says_so():
-    group = grid((2,))["a"]
+    group = axes(2)[0]
     with pytest.raises(InternalError, match=r"quantised collective of 2 ranks needs \d+ bytes; got 10"):
         all_gather(torch.zeros(2), group, QuantFormat(bits=8), workspace=torch.zeros(10).byte())

@@ -7,28 +7,19 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.dist.pool import Pool, kept
+from tests.dist.comm.axes import axes, values
+from tests.dist.pool import Pool
 from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather, ho_ring_reduce_scatter
-from zeromesh.comm import AxisGroup, Sent, all_gather, make_groups, reduce_scatter, workspace_bytes
-from zeromesh.strategy import Layout
+from zeromesh.comm import AxisGroup, Sent, all_gather, reduce_scatter, workspace_bytes
 
 SHAPES = [(2, 2), (2, 3), (3, 2, "cluster")]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def levels(node: int, cluster: int, first: str = "node") -> tuple[AxisGroup, AxisGroup]:
+def levels(node: int, cluster: int, first: str = "node") -> list[AxisGroup]:
     """Groups of the `first` axis, which is the major one, and of the other."""
-    mesh = init_device_mesh("cpu", (cluster, node), mesh_dim_names=("cluster", "node"))
-    groups = make_groups(mesh, Layout.of("node=3,cluster=3", [("node", node), ("cluster", cluster)]).axes)
-    major = groups.pop(first)
-    (minor,) = groups.values()
-    return major, minor
-
-
-def values(rank: int, numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed * 1000 + rank)).to(dtype)
+    return axes(node, cluster)[:: 1 if first == "node" else -1]
 
 
 def shard_of(rank: int, nodes: int, clusters: int, first: str = "node") -> int:
@@ -48,7 +39,7 @@ def summed_one_after_the_other(region, out, major, minor, *, workspace, scales, 
 
 
 def gather(shape, shard, dtype, seed):
-    major, minor = kept(levels, *shape)
+    major, minor = levels(*shape)
     seen: list[Sent] = []
     major.record = minor.record = seen.append
     world, own = dist.get_world_size(), shard_of(dist.get_rank(), *shape)
@@ -72,7 +63,7 @@ def gather(shape, shard, dtype, seed):
 
 
 def scatter(shape, shard, wire, out, seed, scales, accumulate, workspace_share=1):
-    major, minor = kept(levels, *shape)
+    major, minor = levels(*shape)
     seen: list[Sent] = []
     major.record = minor.record = seen.append
     world, own = dist.get_world_size(), shard_of(dist.get_rank(), *shape)
