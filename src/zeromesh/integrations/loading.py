@@ -65,7 +65,8 @@ def from_pretrained(
         )
     stored = read_headers(location)
     named = None if dtype == "auto" else dtype_name(dtype, "dtype")
-    made_in = DTYPES[named] if named else _dtype_in(stored)
+    floats = (tensor.dtype for tensor in stored.values() if tensor.dtype in DTYPE_NAMES)
+    made_in = DTYPES[named] if named else next(floats, torch.float32)
     model = _build(kind, location, made_in, explicit=named is not None, **options)
     sources, missing, unexpected = _plan(model, stored)
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -78,10 +79,6 @@ def from_pretrained(
         warnings.warn(f"{type(model).__name__} from {location} {'; '.join(parts)}", stacklevel=2)
     model.eval()
     return model
-
-
-def _dtype_in(stored: Mapping[str, Stored]) -> torch.dtype:
-    return next((tensor.dtype for tensor in stored.values() if tensor.dtype in DTYPE_NAMES), torch.float32)
 
 
 def _build(kind: Any, location: Path, dtype: torch.dtype, *, explicit: bool, **options: Any) -> Any:

@@ -95,14 +95,12 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         Training, evaluation, prediction and loading begin with it.
         """
         if not is_sharded(self.model):
-            self._sharding = self._sharding_here()
+            chosen = with_mixed_precision(self.sharding, self.args.mixed_precision)
+            self._sharding = chosen.on(self.args.device.type)
             self.model = self.model_wrapped = self._shard(self.model)
         reference = getattr(self, "ref_model", None)
         if isinstance(reference, nn.Module) and not is_sharded(reference):
             self._shard(reference.requires_grad_(False))
-
-    def _sharding_here(self) -> Sharding:
-        return with_mixed_precision(self.sharding, self.args.mixed_precision).on(self.args.device.type)
 
     def _shard(self, model: Any) -> Any:
         if self._compiling is not None:

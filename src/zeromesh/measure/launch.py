@@ -99,7 +99,8 @@ def on_all_ranks(
     """
     launched = Launched.of(os.environ)
     if launched is not None:
-        _require_world(mesh, launched.world)
+        if (ranks := prod(mesh.values())) != launched.world:
+            raise MeshError(f"the mesh {mesh_text(mesh)} has {ranks} ranks; {launched.world} are there")
         check_address(os.environ)
         result = run_task(None, task=task, mesh=mesh, options=options)
         return result if is_first() else None
@@ -135,8 +136,3 @@ def require_several(mesh: Mesh) -> None:
     """Raises MeasurementError for a single rank, which has no links."""
     if prod(mesh.values()) == 1:
         raise MeasurementError("links need at least 2 ranks: give --ranks or --mesh, or start this under torchrun")
-
-
-def _require_world(mesh: Mesh, world: int) -> None:
-    if prod(mesh.values()) != world:
-        raise MeshError(f"the mesh {mesh_text(mesh)} has {prod(mesh.values())} ranks; {world} are there")

@@ -32,7 +32,8 @@ def measure_machine(ranks: Ranks) -> dict[str, Any]:
     all. `by_rank` has every rank's.
     """
     here = _ranks_on_this_machine()
-    memory = _host_memory() / here if ranks.on_cpu else _device_memory(ranks.device)
+    device = torch.get_device_module(ranks.device)
+    memory = _host_memory() / here if ranks.on_cpu else device.get_device_properties(ranks.device).total_memory
     copies = _copy_rates(ranks)
     products = {name: _product_rates(ranks, dtype) for name, dtype in DTYPES.items()}
     figure = statistics.mean if ranks.on_cpu else min
@@ -60,11 +61,6 @@ def _ranks_on_this_machine() -> int:
     machines: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(machines, machine_id())
     return machines.count(machine_id())
-
-
-def _device_memory(device: torch.device) -> int:
-    memory: int = torch.get_device_module(device).get_device_properties(device).total_memory
-    return memory
 
 
 def _host_memory() -> int:

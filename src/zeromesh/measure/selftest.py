@@ -314,11 +314,8 @@ def _exact(ranks: Ranks, title: str, strategy: str) -> Iterator[tuple[str, Calla
 
     name = f"{title} ({strategy})"
     yield f"parity, {name}", lambda: _parity(largest_difference(ranks, strategy))
-    yield f"bytes and memory, {name}", lambda: _accounts(Training(ranks, _small_batch(), strategy))
-
-
-def _small_batch() -> Batch:
-    return Batch(model="tiny", dtype="bf16", sequences=1, tokens=16, micro_batches=2)
+    batch = Batch(model="tiny", dtype="bf16", sequences=1, tokens=16, micro_batches=2)
+    yield f"bytes and memory, {name}", lambda: _accounts(Training(ranks, batch, strategy))
 
 
 def _judge(name: str, look: Callable[[], tuple[bool, str]], checks: list[dict[str, str]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -274,7 +274,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     def _note_live(self, out: Any) -> None:
         for tensor in _tensors(out):
             key = storage_of(tensor)
-            if key in self._live or key in self._weights or (self._in_backward and self._is_weight_gradient(tensor)):
+            if (
+                key in self._live
+                or key in self._weights
+                or (self._in_backward and tensor.numel() in self._weight_sizes)
+            ):
                 continue
             self._live[key] = tensor.untyped_storage().nbytes()
             self._live_bytes += self._live[key]
@@ -285,9 +289,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
 
     def _release(self, key: int) -> None:
         self._live_bytes -= self._live.pop(key)
-
-    def _is_weight_gradient(self, tensor: Tensor) -> bool:
-        return tensor.numel() in self._weight_sizes
 
     # Hooks ----------------------------------------------------------------------------------------------------------
 
@@ -317,13 +318,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         self.traces[unit.name].output_bytes = sum(_nbytes(tensor) for tensor in tensors[:1])
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(self._entering(unit.name))  # type: ignore[no-untyped-call]  # torch's
-
-    def _entering(self, name: str) -> Callable[[Tensor], None]:
-        def enter(gradient: Tensor) -> None:
-            self.enter_backward(name)
-
-        return enter
+                tensor.register_hook(lambda _, name=unit.name: self.enter_backward(name))  # type: ignore[no-untyped-call]  # torch's
 
 
 def trace(

@@ -339,16 +339,13 @@ class Setup:
 def _require_on_device(strategy: Strategy, mechanics: Mechanics, workload: FixedWorkload) -> None:
     """Raises NotationError for shards on the host beside others that keep none there."""
     named = [*without_host(workload, mechanics), *(["a pipeline"] if workload.parallel.pp > 1 else [])]
-    named += ["parts, for a share of the tensors"] if _shares(strategy) and strategy.parts else []
+    shares = any(each.percent < 100 for each in (strategy, *dict(strategy.parts).values()))
+    named += ["parts, for a share of the tensors"] if shares and strategy.parts else []
     if strategy.hosted and named:
         raise NotationError(
             f"{strategy} keeps shards in the host's memory, which is not predicted for {' and '.join(named)}: leave "
             f"{HOST}= and h out"
         )
-
-
-def _shares(strategy: Strategy) -> bool:
-    return any(each.percent < 100 for each in (strategy, *dict(strategy.parts).values()))
 
 
 def without_host(workload: FixedWorkload, mechanics: Mechanics) -> list[str]:
@@ -531,14 +528,10 @@ def _result(setup: Setup, step: Step, totals: Totals, memory_margin: float) -> S
     )
 
 
-def _titled(setup: Setup) -> str:
-    names = (setup.model.name, str(setup.strategy), str(setup.division.parallel))
-    return " ".join(name for name in names if name)
-
-
 def _trace(setup: Setup, step: Step, static_bytes: float) -> Trace:
+    names = (setup.model.name, str(setup.strategy), str(setup.division.parallel))
     return Trace(
-        label=f"{_titled(setup)} on {setup.cluster.name} ({setup.mechanics.name}, simulated)",
+        label=f"{' '.join(filter(None, names))} on {setup.cluster.name} ({setup.mechanics.name}, simulated)",
         events=tuple(sorted(step.backend.events, key=lambda event: (event.start_s, event.resource))),
         memory=tuple((at, size + static_bytes) for at, size in [(0.0, 0.0), *step.activations.changes]),
     )
