@@ -1,4 +1,4 @@
-"""Checkpoints of a sharded model and its optimizers: what users and the training loop call."""
+"""Checkpoints of a sharded model and its optimizers, for users and the training loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Restored:
     Args:
         where: the checkpoint's full name.
         step: optimizer steps done; 0 for a checkpoint of another tool.
-        state: what was given to `save` beside model and optimizers.
+        state: the values given to `save` beside model and optimizers.
         has_optimizer: whether it held optimizer states.
     """
 
@@ -156,12 +156,12 @@ class Checkpoints:
         self._saver.save(snapshot)
 
     def wait(self) -> str | None:
-        """Waits until what was saved last is complete; its full name, None where nothing was being written.
+        """Waits until the last save is complete; its full name, None where nothing was being written.
 
         Raises:
             CheckpointError: it could not be written, on all ranks.
-            CommunicationError: a rank did not take part within the timeout of the process group: names it. What was
-                being written stays invisible.
+            CommunicationError: a rank did not take part within the timeout of the process group: names it. The
+                unfinished checkpoint stays invisible.
         """
         return self._saver.wait() if self._saver else None
 

@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint: the index that it needs to read our checkpoints, and its checkpoints read by us.
 
-Its index is a pickle. A pickle is a program that names what it calls; here every name outside of a short list is
-refused, and the names on it stand for records that do nothing, so that no code of the checkpoint's choice can run.
+Its index is a pickle. A pickle is a program that names the functions it calls; here every name outside of a short list
+is refused, and the names on it stand for records that do nothing, so that no code of the checkpoint's choice can run.
 Nor does a number in it decide how much memory is taken: that is bounded by the bytes that are there.
 """
 
@@ -51,7 +51,7 @@ def write_metadata(
         directory: the checkpoint's.
         written: by all ranks.
         empty: tensors without elements.
-        objects: what is not a tensor, under the names that `dcp.load` looks for.
+        objects: values that are no tensors, under the names that `dcp.load` looks for.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -98,7 +98,7 @@ def _path(name: str) -> tuple[str | int, ...]:
 
 
 class _Record:
-    """Stands for an object of the pickle, whatever its class."""
+    """Stands for an object of the pickle, of any class."""
 
     state: Any = None
 
@@ -159,7 +159,7 @@ def read_foreign(storage: Storage, directory: str) -> Manifest:
 
     Raises:
         DamagedError: the index cannot be read.
-        CheckpointError: it names what no checkpoint needs, or a tensor lies in a way that is not supported.
+        CheckpointError: it names a class that no checkpoint needs, or a tensor lies in a way that is not supported.
     """
     where = storage.where(directory, METADATA)
     try:
@@ -170,7 +170,7 @@ def read_foreign(storage: Storage, directory: str) -> Manifest:
         raise type(error)(text if where in text else f"{where}: {text}") from error
     except OSError as error:
         raise DamagedError(f"{where} or a file that it names cannot be read: {error}") from error
-    except Exception as error:  # whatever a broken pickle or zip makes of itself
+    except Exception as error:  # a broken pickle or zip may raise anything
         raise DamagedError(f"{where} is not an index of torch.distributed.checkpoint: {error!r}") from error
     return Manifest(
         step=0, serial=0, tensors=entries, about={"written_by": "torch.distributed.checkpoint"}, index=METADATA

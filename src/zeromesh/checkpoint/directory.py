@@ -133,7 +133,7 @@ def superfluous(complete: Sequence[Found], *, keep: int, keep_every: int) -> lis
 
 
 def clear_leftovers(storage: Storage) -> None:
-    """Deletes what a killed job left half written or half deleted; the caller holds the lock."""
+    """Deletes directories that a killed job left half written or half deleted; the caller holds the lock."""
     for name in storage.names():
         if name.startswith((SAVING, ".removed-")):
             storage.remove(name)

@@ -64,7 +64,7 @@ def written_dtype(asked: torch.dtype | None, own: torch.dtype) -> torch.dtype:
 
 
 def _prepare(model: nn.Module, location: Path, rank: int) -> None:
-    """The directory, and the configuration; what fails here fails again, with a message, at the first file."""
+    """The directory, and the configuration; a failure here comes again, with a message, at the first file."""
     if rank == 0:
         try:
             location.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from zeromesh.checkpoint.storage import Storage, has_file, open_storage, reason
 from zeromesh.errors import CheckpointError, MismatchError, ZeromeshError
 
 Restore = Callable[[Reader], Any]
-"""Takes what a rank needs out of a checkpoint; raises CheckpointError (DamagedError where another may serve)."""
+"""Takes a rank's part out of a checkpoint; raises CheckpointError (DamagedError where another may serve)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,8 @@ class Loaded:
     Args:
         where: the checkpoint's full name.
         step: optimizer steps done.
-        state: what was saved beside tensors.
-        restored: what `restore` has returned on this rank.
+        state: the values saved beside tensors.
+        restored: the result of `restore` on this rank.
     """
 
     where: str
@@ -39,12 +39,12 @@ class Loaded:
 
 
 def load_newest(storage: Storage, peers: Peers, restore: Restore) -> Loaded | None:
-    """Loads the newest complete checkpoint whose content is what was written; warns of those that it passes over.
+    """Loads the newest complete checkpoint whose content is intact; warns of those that it passes over.
 
     Args:
         storage: the directory.
         peers: all ranks.
-        restore: what each does with it.
+        restore: called on each rank with its reader.
 
     Returns:
         None where none has ever been made.
@@ -124,7 +124,7 @@ def _open(storage: Storage, name: str) -> Reader:
 
 
 def load_one(where: str, opened: Callable[[], Reader], peers: Peers, restore: Restore) -> Loaded:
-    """Loads what `opened` returns; what one rank finds wrong, all ranks raise."""
+    """Loads the reader that `opened` returns; all ranks raise the error of any rank."""
     loaded: Loaded | None = None
     kind: type[ZeromeshError] = DamagedError
     problem, other = "", None

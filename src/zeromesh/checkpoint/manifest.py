@@ -37,7 +37,7 @@ BLOCK_BYTES = 4 << 20
 """A checksum covers this much, so that a reader of a part verifies little more than it needs."""
 
 MAX_BYTES = 1 << 27
-"""Three million chunks: 500 units on 1,024 ranks with AdamW's two states have half as many. What is longer is no
+"""Three million chunks: 500 units on 1,024 ranks with AdamW's two states have half as many. A longer file is no
 manifest, and is not read to find that out; this much takes 3 GB to parse at the worst."""
 
 HEAD_BYTES = 4096
@@ -50,7 +50,7 @@ _MAX_REGIONS = 1024
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint is missing, too short, or not what was written: an older checkpoint may serve."""
+    """A file of a checkpoint is missing, too short, or damaged: an older checkpoint may serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class Manifest:
         tensors: by name.
         files: bytes of each data file; of another tool's checkpoint nothing is known.
         index: the file that this is the content of.
-        state: what is not a tensor, as JSON has it.
+        state: values that are no tensors, as JSON.
         about: strategy, mesh, versions: for people, and for messages.
     """
 
@@ -118,7 +118,7 @@ class Manifest:
         """The file's content.
 
         Raises:
-            CheckpointError: it is longer than what is read.
+            CheckpointError: it is longer than a load would read.
         """
         number = {file: index for index, file in enumerate(self.files)}
         tensors = {
@@ -145,7 +145,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
-        """Reads what `to_bytes` wrote.
+        """The inverse of `to_bytes`.
 
         Args:
             data: the file's content.

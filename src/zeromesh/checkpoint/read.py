@@ -83,7 +83,7 @@ class Reader:
         """Fills each piece's memory with its range of the tensor of its name, converted to its dtype and device.
 
         Raises:
-            DamagedError: a file is missing, too short, or its content is not what was written.
+            DamagedError: a file is missing, too short, or its content is damaged.
         """
         for piece in pieces:
             entry, boxes = self.entry(piece.name), piece.boxes
@@ -170,9 +170,9 @@ def _meets(piece: Piece, boxes: Sequence[Box], region: Region, start: int, stop:
 def require_match(
     where: str, entries: Mapping[str, TensorEntry], wanted: Mapping[str, TensorEntry], prefix: str
 ) -> None:
-    """Raises CheckpointError, naming what differs, unless the tensors under `prefix` are those that are wanted.
+    """Raises CheckpointError, naming the differences, unless the tensors under `prefix` are those that are wanted.
 
-    Values of another precision are converted; numbers for what holds integers, and the reverse, are not.
+    Values of another precision are converted; numbers are not made integers, nor the reverse.
     """
     shapes = {name: entry.shape for name, entry in wanted.items()}
     found = {name: entry.shape for name, entry in entries.items() if name.startswith(prefix)}
@@ -198,7 +198,7 @@ def require_match(
 
 
 def same_kind(one: torch.dtype, other: torch.dtype | None) -> bool:
-    """Whether both are of numbers, of integers or of truth values: what may be converted; None is not known."""
+    """Whether both are of numbers, of integers or of truth values, and may be converted; None is not known."""
     return other is None or (one.is_floating_point, one is torch.bool) == (other.is_floating_point, other is torch.bool)
 
 

@@ -148,13 +148,13 @@ def _meet(tensor: int, wanted: list[Run], there: list[Run], found: list[Move]) -
 
 
 def _give(pairs: Sequence[tuple[Slice, Slice]], moves: Sequence[Move]) -> Tensor:
-    """The bytes of what one rank is sent."""
+    """The bytes that one rank is sent."""
     parts = [pairs[move.tensor][1].local[move.source :][: move.length].view(torch.uint8) for move in moves]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=pairs[0][0].device)
 
 
 def _take(pairs: Sequence[tuple[Slice, Slice]], moves: Sequence[Move], data: Tensor) -> None:
-    """Puts what one rank has sent in place."""
+    """Puts the bytes from one rank in place."""
     at = 0
     for move in moves:
         target, source = pairs[move.tensor]

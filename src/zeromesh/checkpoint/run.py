@@ -17,8 +17,8 @@ class RunCheckpoints:
 
     Args:
         checkpoints: in the run's own directory.
-        identity: what decides which sample comes at which step, by name.
-        required: of these, names that must be the same, with what to do if not; others warn.
+        identity: the settings that decide which sample comes at which step, by name.
+        required: names of settings that must be the same, each with a remedy; others warn.
         layout: strategy and mesh.
         first: whether this rank prints.
     """
@@ -34,7 +34,7 @@ class RunCheckpoints:
     ) -> None:
         self._checkpoints, self._identity, self._required = checkpoints, dict(identity), required
         self._layout, self._first = dict(layout), first
-        self._newest: str | None = None  # what a roll back loads
+        self._newest: str | None = None  # a roll back loads it
 
     def resume(self, beginning: str = AUTO, *, saves: bool = True) -> Restored | None:
         """Loads the run's newest checkpoint, or `beginning` if the run has none yet; None for a new run.
@@ -47,7 +47,7 @@ class RunCheckpoints:
             saves: whether the directory is locked for saving.
 
         Raises:
-            CheckpointError: the checkpoint cannot be loaded, or is of a run that differs in what is required.
+            CheckpointError: the checkpoint cannot be loaded, or is of a run that differs in a required setting.
         """
         found = self._load(AUTO)
         if beginning != AUTO and found is None:
@@ -82,7 +82,7 @@ class RunCheckpoints:
         return None if self._newest is None else self._load(self._newest)
 
     def close(self) -> None:
-        """Waits for what is being written.
+        """Waits for a save under way.
 
         Raises:
             CheckpointError: the last save failed.

@@ -82,12 +82,12 @@ def write_safetensors(
     Args:
         directory: exists on all ranks' file system.
         specs: all tensors, the same on all ranks.
-        pieces: what this rank writes; all ranks' together cover every tensor.
+        pieces: those that this rank writes; all ranks' together cover every tensor.
         peers: all ranks.
         max_file_bytes: a larger model is cut into several files; a single tensor is never cut.
 
     Raises:
-        CheckpointError: on all ranks, what one of them could not do.
+        CheckpointError: on all ranks, if one of them failed.
     """
     files = _plan(specs, max_file_bytes)
     _together(peers, lambda: _create(directory, files) if peers.rank == 0 else None)

@@ -8,11 +8,11 @@
     rank 0       write .metadata and manifest.json
     every rank   wait for its syncs
     rank 0       rename to step-00000020
-    rank 0       delete what retention does not keep
+    rank 0       delete checkpoints beyond retention
 
-A rank that fails, whatever its error is, tells the others; then rank 0 deletes what was written, and all of them raise
-the same error. A rank that dies or stops is named by the others when the group's timeout is over: what was being
-written stays invisible.
+A rank that fails, with any error, tells the others; then rank 0 deletes the directory, and all of them raise
+the same error. A rank that dies or stops is named by the others when the group's timeout is over: the unfinished
+checkpoint stays invisible.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ class Snapshot:
 
     Args:
         step: optimizer steps done.
-        pieces: what this rank writes; all ranks' together cover every tensor once. Tensors without elements are only
-            described, by any of them.
-        state: what is not a tensor, for `Manifest.state`; rank 0's is taken.
+        pieces: those that this rank writes; all ranks' together cover every tensor once. Tensors without elements are
+            only described, by any of them.
+        state: values that are no tensors, for `Manifest.state`; rank 0's is taken.
         about: for `Manifest.about`; rank 0's.
         aliases: further names, for readers other than zeromesh, with the tensor's own.
         groups: the optimizers' options, `describe_groups`; from one rank of each stage.
@@ -132,7 +132,7 @@ class _Share:
     """One rank's report to rank 0.
 
     Args:
-        written: what its file holds.
+        written: the contents of its file.
         empty: tensors without elements.
         aliases, groups: of its snapshot.
     """
@@ -272,7 +272,7 @@ class Saver:
         return _tried(self.storage.where(directory, file), write)
 
     def _describe(self, snapshot: Snapshot, directory: str, serial: int, shares: Sequence[_Share]) -> Manifest:
-        """Rank 0 writes what lies where."""
+        """Rank 0 writes the manifest and torch's index."""
         rows = _once([row for share in shares for row in share.written], snapshot.common)
         empty = {name: entry for share in shares for name, entry in share.empty.items()}
         groups = join_groups([share.groups for share in shares])
@@ -309,7 +309,7 @@ class Saver:
                 self.storage.remove(directory)
 
     def _retire(self) -> None:
-        # The checkpoint itself is complete; what cannot be deleted now is tried again with the next one.
+        # The checkpoint itself is complete; a directory that cannot be deleted now is tried again with the next one.
         if self.peers.rank != 0:
             return
         with suppress(Exception):

@@ -23,7 +23,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiled:
-    """A tensor of `shape` that tiles cover, each element once; of these a rank reads what it needs."""
+    """A tensor of `shape` that tiles cover, each element once; a rank reads its own elements."""
 
     shape: tuple[int, ...]
     tiles: tuple[Tile, ...]
@@ -78,7 +78,7 @@ def _unsqueezed(part: Tiled, dim: int) -> Tiled:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Last:
-    """The tensor that was computed last, by what it is of: slices of one are asked for one after another."""
+    """The tensor that was computed last, by its source: slices of one are asked for one after another."""
 
     source: Computed | None = None
     values: Tensor | None = None

@@ -132,7 +132,7 @@ def _kind(optimizer: Optimizer) -> str:
 
 
 def read_groups(reader: Reader) -> Groups:
-    """Raises DamagedError if they are not what `describe_groups` returned."""
+    """Raises DamagedError if they are no result of `describe_groups`."""
     described = reader.manifest.state.get("groups", [])
     found: dict[str, tuple[str | None, Mapping[str, Any]]] = {}
     try:
@@ -169,7 +169,7 @@ def restore_groups(optimizers: Sequence[Optimizer], groups: Groups, where: str) 
             _, saved = next((groups[name] for name in names if name in groups), (None, {}))
             changes += [(group, key, value) for key, value in saved.items() if key != "params"]
     for group, key, value in changes:
-        if not _fits(group.get(key), value):  # what is not there yet may be anything
+        if not _fits(group.get(key), value):  # a key that is not there yet may have any value
             raise CheckpointError(f"{where}: the optimizer's {key} cannot be {value!r}; here it is {group.get(key)!r}")
     for group, key, value in changes:
         if isinstance(group.get(key), Tensor):
@@ -238,12 +238,12 @@ def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
 
 
 def extra_pieces(model: nn.Module) -> list[Piece]:
-    """Raises CheckpointError if one of them cannot be read again without running what it says."""
+    """Raises CheckpointError if one of them cannot be read again without running code from the file."""
     return [whole(f"{EXTRA}{name}", _to_bytes(name, state)) for name, state in extra_states(model).items()]
 
 
 def restore_extra(model: nn.Module, reader: Reader) -> None:
-    """Gives the modules what was saved.
+    """Gives the modules their saved values.
 
     Raises:
         DamagedError: it is none that `extra_pieces` has made.
@@ -299,7 +299,7 @@ def random_pieces(rank: int) -> list[Piece]:
 
 
 def restore_random(rank: int, reader: Reader) -> None:
-    """Sets the generators to what was saved of this rank.
+    """Sets the generators to this rank's saved states.
 
     Raises:
         DamagedError: a state is none that the generator takes.

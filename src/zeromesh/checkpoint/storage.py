@@ -5,7 +5,7 @@ where that is atomic. On an object store there is no rename, so files are writte
 manifest, which is written last, makes the checkpoint visible. Failures are OSError.
 
 A file that has been written is not yet on the medium. Its sync begins when it is closed, in a thread, and goes on while
-ranks exchange what they have written and other files follow; `settle` waits for all of them. A file system commits
+ranks exchange lists of written files and other files follow; `settle` waits for all of them. A file system commits
 syncs that come together once, and one after the other once each.
 """
 
@@ -69,7 +69,7 @@ class LocalStorage:
         with open(path, "xb") as stream:
             yield stream
             stream.flush()
-            # The same open file, so that what the kernel could not write is told to the one who syncs it.
+            # The same open file, so that the kernel tells the one who syncs it of failed writes.
             self._syncing.append(self._threads.submit(_sync, os.dup(stream.fileno()), path))
 
     def settle(self) -> None:
@@ -90,11 +90,11 @@ class LocalStorage:
     def remove(self, name: str) -> None:
         hidden = self.root / name
         if not name.startswith("."):
-            # Out of sight at once: what is half deleted must not look like a checkpoint.
+            # Out of sight at once: a half deleted directory must not look like a checkpoint.
             hidden = self.root / f".removed-{name}"
             os.rename(self.root / name, hidden)
         if hidden.is_symlink() or not hidden.is_dir():
-            hidden.unlink()  # what it points to is not ours
+            hidden.unlink()  # its target is not ours
         else:
             shutil.rmtree(hidden, ignore_errors=True)
 
@@ -194,7 +194,7 @@ class RemoteStorage:
         raise InternalError(f"{self._url} has no renames: files are written under their final name")
 
     def remove(self, name: str) -> None:
-        # The manifest first: without it what is half deleted does not look like a checkpoint.
+        # The manifest first: without it a half deleted directory does not look like a checkpoint.
         manifest = self._path(name, MANIFEST)
         if self._files.exists(manifest):
             self._files.rm(manifest)
@@ -236,7 +236,7 @@ def has_file(storage: Storage, name: str, file: str) -> bool:
 
 
 def read_index(storage: Storage, name: str, file: str, most: int) -> bytes:
-    """A file that says what lies where.
+    """A manifest or index.
 
     Raises:
         DamagedError: it has more than `most` bytes, which no such file has.
@@ -263,7 +263,7 @@ def read_at(stream: BufferedReader, offset: int, target: memoryview) -> int:
 
 
 def open_regular(path: Path) -> int:
-    """Refuses what is no file: to open a pipe would wait for its other end for ever."""
+    """Refuses anything but a file: to open a pipe would wait for its other end for ever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -1,7 +1,7 @@
-"""A sharded model and its optimizers as named pieces of tensors: what this rank writes, and fills again.
+"""A sharded model and its optimizers as named pieces of tensors, which this rank writes and fills again.
 
 To a checkpoint the ranks of a pipeline are one more axis that the model is spread over: [Note: Beyond] of
-`zeromesh.engine.control`. A rank writes and reads what its own stages have, and knows what there is in the others.
+`zeromesh.engine.control`. A rank writes and reads the tensors of its own stages, and knows those of the others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODEL = "model."
 STATE = "optim.state."
 
 
-# ---- what there is
+# ---- inventory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """This rank's part of what is saved and loaded.
+    """This rank's part of a save or load.
 
     Args:
         models: a model, or this rank's stages.
@@ -110,7 +110,7 @@ class Held:
         return cls(models=own, engines=engines, control=control, stages=stages, common=common)
 
     def tensors(self) -> list[Saved]:
-        """All of the model's parameters and buffers, in whatever stage."""
+        """All of the model's parameters and buffers, in all stages."""
         if self.stages:
             return [tensor for stage in sorted(self.stages) for tensor in self.stages[stage]]
         return [*_tensors(self.models[0], self.engines[0])]
@@ -237,7 +237,7 @@ def collect(held: Held, optimizers: Sequence[Optimizer], *, frozen: bool) -> Ite
             yield from (piece for piece in pieces if not prod(piece.shape))
             yield from numbers if engine.control.first else ()
         unsharded = [whole(MODEL + name, tensor) for name, tensor in persistent_buffers(model)]
-        yield from unsharded if engine.control.first else ()  # made on all ranks, for what that raises
+        yield from unsharded if engine.control.first else ()  # made on all ranks, for its errors
     if states:
         kinds = sorted({type(param).__name__ for param in states})
         raise CheckpointError(
@@ -275,8 +275,8 @@ def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, tuple[Ten
 
 
 def _state_pieces(param: ShardedParameter, key: str, value: Tensor, region: Region | None) -> list[Piece]:
-    """A state of this rank's slice; or of a region that its owner has: all of the tensor, or a batch of what the class
-    takes for tensors. A number is the same for all of the batch, and written with the first."""
+    """A state of this rank's slice; or of a region that its owner has: all of the tensor, or a batch of parts that the
+    class takes for tensors. A number is the same for all of the batch, and written with the first."""
     name = f"{STATE}{param.full_name}.{key}"
     if region is not None and region.batch:
         if not value.dim():
@@ -301,8 +301,8 @@ def _state_pieces(param: ShardedParameter, key: str, value: Tensor, region: Regi
 def restore_models(held: Held, reader: Reader) -> None:
     """Fills parameters and buffers in place.
 
-    The caller tells the engines that they have changed, on all ranks when all have come through: what follows are
-    collectives, and one rank alone may find a file damaged.
+    The caller tells the engines that they have changed, on all ranks when all have come through: collectives
+    follow, and one rank alone may find a file damaged.
 
     Raises:
         CheckpointError: of another model, on all ranks alike; nothing is changed then.
@@ -472,7 +472,7 @@ def left_out(state: Mapping[str, Any], where: str) -> dict[str, int]:
     """The checksums in a manifest's state; none of a checkpoint that has everything.
 
     Raises:
-        DamagedError: they are not what `checksums` returned.
+        DamagedError: they are no result of `checksums`.
     """
     found = state.get("frozen", {})
     if not isinstance(found, dict) or not all(type(value) is int for value in found.values()):

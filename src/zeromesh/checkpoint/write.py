@@ -1,6 +1,6 @@
 """One rank's data file: boxes of tensors, each in a zip of torch's, one zip after another.
 
-That is what torch.distributed.checkpoint reads. The zips are not made by `torch.save`, for two reasons: a tensor's
+torch.distributed.checkpoint reads such files. The zips are not made by `torch.save`, for two reasons: a tensor's
 bytes go to the file without a copy, and where they lie is known, so that they are read back without looking into the
 zip and without unpickling anything.
 """

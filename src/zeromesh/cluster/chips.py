@@ -18,8 +18,8 @@ from zeromesh.cluster.device import Device
 def complete(cluster: Cluster) -> Cluster:
     """`cluster` with its device's memory bandwidth, achievable rate and multiprocessors, where its file states none.
 
-    What is stated is never changed. A device that is not known stays as it is. A stated peak that is not above the
-    chip's achievable rate is a slower version's: what that one achieves is not known.
+    Stated values are never changed. An unknown device stays as it is. A stated peak that is not above the
+    chip's achievable rate is a slower version's, whose achievable rate is not known.
     """
     device = cluster.device
     chip = _chip(device)

@@ -1,7 +1,7 @@
 """Seconds of a collective by the size of its message, as measured.
 
 [Note: Curve] A level's latency and rate say how a measured time divides: the latency is waited for by whoever needs the
-message, and over the rest links are busy, which others share. So of a curve only what exceeds the latency is read::
+message, and over the rest links are busy, which others share. So only seconds beyond the latency are read::
 
     busy(x) = seconds(x) - latency      at the points, straight between them, in proportion before the first
 

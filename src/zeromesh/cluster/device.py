@@ -18,7 +18,7 @@ class Device:
     """Memory and rates of one device.
 
     Args:
-        name: what the vendor calls it.
+        name: the vendor's.
         memory_bytes: memory that a process can allocate from.
         peak_flops: dense matrix rate in FLOP/s, by dtype. A mapping; stored as sorted pairs so that devices hash.
         achievable_flops: the best matrix rate that a micro-benchmark reached, by dtype, where one is known.
@@ -26,7 +26,7 @@ class Device:
         multiprocessors: that the device computes with, and its collectives' kernels take some of; None if unknown.
         cores: processor cores for each device, where the same cores compute and move the bytes of collectives, as on
             CPU; one computes at a time. None: communication takes no processor from the computation.
-        kernels: what it was measured to reach, by kind of work and shape; believed before the rates above.
+        kernels: measured rates, by kind of work and shape; believed before the rates above.
     """
 
     name: str

@@ -28,7 +28,7 @@ class Kernel:
         shape: as `KERNELS` lists them.
         forward: rate.
         backward: rate of the backward pass; of a product that of both gradients; of gradients, which are copied to
-            where they are collected, that of adding them to what is there. An optimizer has none: its `forward`.
+            where they are collected, that of adding them to older ones. An optimizer has none: its `forward`.
     """
 
     kind: str

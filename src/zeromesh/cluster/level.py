@@ -51,13 +51,13 @@ class Level:
             talks alone reaches `bandwidth / ports`. None: no such limit.
         busy_latency_s: the same while the device computes, where that differs: on CPU a message waits until the system
             lets its process run. None: no different.
-        host_bytes_per_s: what one processor core sends, and receives, if it does nothing else; matters to devices that
-            state their `cores`. None: moving bytes takes no processor.
-        host_call_s: processor seconds that a collective takes besides, whatever it carries: calls, threads that wake.
-        shares: what an operation ("all_gather", "reduce_scatter", "all_reduce") was measured to reach of both rates,
+        host_bytes_per_s: rate at which one processor core sends and receives if it does nothing else; for devices
+            that state their `cores`. None: moving bytes takes no processor.
+        host_call_s: processor seconds that a collective takes besides, at any size: calls, threads that wake.
+        shares: measured share of both rates that an operation ("all_gather", "reduce_scatter", "all_reduce") reaches,
             where that differs. A mapping; stored as sorted pairs so that levels hash.
-        curves: what collectives were measured to take by size of message; where one is known it is believed, and rate,
-            latency and shares say how it divides, and what follows its end.
+        curves: measured seconds of collectives by size of message; where one is known it is believed, and rate,
+            latency and shares say how it divides, and how it goes on beyond its end.
         inner, outer: members that axes inside and outside of the data-parallel ones take, beside `size`.
     """
 

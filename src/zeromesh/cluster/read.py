@@ -1,4 +1,4 @@
-"""Cluster files: TOML with units in the values. Every complaint names the file, the key and what was expected.
+"""Cluster files: TOML with units in the values. Every complaint names the file, the key and the expected value.
 
 ::
 
@@ -10,13 +10,13 @@
     name = "A800-SXM4-80GB"
     memory = "80 GB"
     memory_bandwidth = "2039 GB/s"      # optional
-    multiprocessors = 108               # optional: what kernels of collectives take some of
+    multiprocessors = 108               # optional: kernels of collectives take some of them
     cores = 0.5                         # optional: on CPU, cores for each device, which compute and move bytes
     [device.peak]                       # dense matrix rate
     bf16 = "312 TFLOP/s"
     [device.achievable]                 # optional: best measured matrix rate
     bf16 = "271.2 TFLOP/s"
-    [[device.kernel]]                   # optional: what was measured, as many as there are; see `kernel`
+    [[device.kernel]]                   # optional: measured kernels, any number; see `kernel`
     kind = "product"                    # product, attention, elementwise or optimizer
     dtype = "bf16"
     shape = [4096, 4096, 11008]         # rows, inner, outer; attention: context, head_dim; others: none
@@ -32,8 +32,8 @@
     ports = 4                           # optional, links that the bandwidth is made of
     busy_latency = "2 ms"               # optional: on CPU, the latency while devices compute
     host_rate = "1.2 GB/s"              # optional: on CPU, bytes that one core sends and receives
-    host_call = "0.5 ms"                # optional: and what a collective takes of it, whatever it carries
-    shares = { all_reduce = 1.3 }       # optional: what an operation was measured to reach of both rates
+    host_call = "0.5 ms"                # optional: and of a collective, at any size
+    shares = { all_reduce = 1.3 }       # optional: measured share of both rates, by operation
     [[level.curve]]                     # optional: seconds of a whole collective as measured, as many as there are
     operation = "all_gather"
     ranks = 8                           # of the group; all groups of the level at once
@@ -81,7 +81,7 @@ _DIGITS = 5
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """The cluster in the TOML file at `path`; what it leaves out about a well-known device is filled in (`chips`).
+    """The cluster in the TOML file at `path`; missing values of a well-known device are filled in (`chips`).
 
     Raises:
         ClusterError: the file cannot be read, or a key is missing, unknown, unitless, negative or of the wrong type.
@@ -220,7 +220,7 @@ class _Table(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        _ = self.made  # what that complains of is this table's
+        _ = self.made  # its complaints are about this table
         return self
 
     @classmethod

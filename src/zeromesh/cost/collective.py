@@ -6,11 +6,11 @@ every member (B the whole buffer), an all-reduce twice that in twice the steps. 
     seconds = launch + sum over levels of steps * latency + max over levels of t * (1 + (scale / t)**power)
     t = S / (the group's share of the level's links)
 
-The term in brackets is what a transfer loses to protocol and chunking while it is short; NCCL's measured curves need it
+The term in brackets is a short transfer's loss to protocol and chunking; NCCL's measured curves need it
 inside a node only: between nodes the latency of the steps explains them. The sum is monotone in B since power <= 1.
 
-Of a level whose file has curves, the time is what was measured instead: `cluster.curve`. Where it has none and says
-what an operation reaches of the rate, that is the rate.
+Of a level whose file has curves, the measured time is taken instead: `cluster.curve`. Where it has none and says
+the share that an operation reaches of the rate, that is the rate.
 
 An all-reduce may also be a double binary tree, whose latency grows with the logarithm: the smaller of the two is taken,
 as NCCL does. Other ways over several levels are in `zeromesh.collectives`.
@@ -48,7 +48,7 @@ class CollectiveCost:
         sent_bytes: out of one rank, over all levels together.
         busy_latency_s: how much longer its latency is while the device computes.
         taken: of the device's rate of computation, while it runs.
-        memory_s: for what it moves through the device's memory, at the rate that kernels reach there.
+        memory_s: seconds of its bytes through the device's memory, at the rate that kernels reach there.
     """
 
     seconds: float
@@ -116,9 +116,9 @@ def collective_cost(
 
     Args:
         group: who takes part.
-        operation: what it does.
-        full_bytes: of the whole buffer on the wire: the result of a gather, the input of a reduction, what one rank
-            holds before an all-to-all, what a broadcast sends.
+        operation: its name.
+        full_bytes: of the whole buffer on the wire: the result of a gather, the input of a reduction, one rank's
+            share before an all-to-all, the message of a broadcast.
         constants: of the cost model.
         algorithm: the collective, by its name in the notation.
 
@@ -137,7 +137,7 @@ def collective_cost(
     if operation != "all_reduce":
         return ring
     if any(hop.links.curve(operation, hop.size) for hop in group.hops):
-        return ring  # what was measured is whatever the library has chosen
+        return ring  # measured values are of the library's own choice
     tree = _tree(group, full_bytes, constants)
     return min(ring, tree, key=lambda cost: cost.seconds)
 
@@ -178,7 +178,7 @@ def _link_seconds(hop: Hop, operation: Operation, sent: float, constants: Consta
     full_rate = sent / rate
     if hop.outer or full_rate == 0:
         return full_rate
-    # t + scale**p * t**(1-p): what (1 + (scale/t)**p) * t is, without overflow for tiny t.
+    # t + scale**p * t**(1-p) equals (1 + (scale/t)**p) * t, without overflow for tiny t.
     power = constants.size_power
     lost: float = constants.size_scale_s**power * full_rate ** (1 - power)
     return full_rate + lost

@@ -13,7 +13,7 @@ of products the term in brackets is that of the asked shape over that of the mea
 else" are counted as those of the measurement are, `ActivationSpec.elementwise`.
 
 Backward: a product computes the input's gradient and, where the weight is trainable, the weight's: the same three
-dimensions in another order. An elementwise kernel reads what it saved and the gradient, and writes one: twice the
+dimensions in another order. An elementwise kernel reads its saved values and the gradient, and writes one: twice the
 forward's traffic.
 """
 
@@ -56,7 +56,7 @@ class UnitSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeModel:
-    """A device with the constants that say what it reaches.
+    """A device with the constants of its achievable rates.
 
     Args:
         device: peak, achievable rate, memory bandwidth.
@@ -133,7 +133,7 @@ class ComputeModel:
         return 1 + self.constants.matmul_scale * (1 / rows + 1 / inner + 1 / outer) / 3
 
     def attention(self, flops: float, *, backward: bool = False, shape: tuple[float, float] | None = None) -> float:
-        """Seconds of fused attention that computes so many FLOPs; what it skips is none of them.
+        """Seconds of fused attention that computes so many FLOPs, without those it skips.
 
         Args:
             flops: of all heads and queries together.
@@ -189,13 +189,13 @@ class ComputeModel:
         return self.attention(flops, backward=True, shape=(attention.context(seq_len), attention.head_dim))
 
     def elementwise(self, unit: UnitSpec, tokens: float, seq_len: int, *, backward: bool = False) -> float:
-        """Seconds of what memory bandwidth bounds in a forward, or of as many bytes in a backward (twice)."""
+        """Seconds of memory traffic in a forward, or of as many bytes in a backward (twice)."""
         moved = unit.activations.elementwise.at(seq_len) * tokens
         measured = self._kernel("elementwise")
         return moved / measured.rate(backward=backward) if measured else self.memory(moved * self.constants.traffic)
 
 
 def causal_share(attention: AttentionSpec, seq_len: int) -> float:
-    # A fused causal kernel skips what is masked; an unfused one computes all of it. The first tokens of a sequence see
+    # A fused causal kernel skips masked scores; an unfused one computes all of it. The first tokens of a sequence see
     # 1, 2, 3 ... tokens, half a context on average; those behind them the whole context.
     return 1 - attention.causal * attention.context(seq_len) / (2 * seq_len) if attention.fused else 1.0

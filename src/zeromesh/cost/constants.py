@@ -22,33 +22,33 @@ class Constants:
     """Constants of this package's formulas beyond a cluster's description.
 
     Args:
-        link_share: by kind of link, what large messages reach of the nominal bandwidth.
+        link_share: by kind of link, share of the nominal bandwidth that large messages reach.
         size_scale_s, size_power: a transfer that takes t seconds at full rate takes `t * (1 + (scale / t)**power)` over
             links inside a node; see `collective`.
         launch_s: of any collective, before its first step.
         tree_share: bandwidth of a tree all-reduce, of a ring's.
         tree_step_share: latency of a step inside a node in a tree, of a ring's.
         peer_s: latency per peer of an all-to-all.
-        matmul_share, matmul_backward_share: what large matrix products reach of the device's achievable rate.
+        matmul_share, matmul_backward_share: share of the device's achievable rate that large matrix products reach.
         matmul_scale: dimension d at which a product of d x d x d loses a further three parts in four; see `compute`.
         achievable_share: achievable rate of the peak, for a device without a measurement.
         attention_forward_share, attention_backward_share: fused causal attention, of the achievable rate, counted on
             the half of the scores that it computes.
         flops_per_byte: peak FLOP/s per byte/s of memory bandwidth, for a device that states no bandwidth.
-        memory_share: what elementwise kernels reach of the device's memory bandwidth.
+        memory_share: share of the device's memory bandwidth that elementwise kernels reach.
         traffic: bytes that elementwise kernels move in a forward, of `ActivationSpec.elementwise`.
         optimizer_bytes: read and written by AdamW per element of the state shard.
         node_channels, card_channels: of a collective inside a node, and for each network card; see `contention`.
         channel_share: of a multiprocessor's computation, that a channel takes.
-        node_passes, card_passes: through a device's memory, of what a rank sends inside a node and over a network.
+        node_passes, card_passes: of sent bytes through a device's memory, inside a node and over a network.
         multiprocessors: of a device that states none.
         host_issue_s: of the host for a transfer of a unit; `simulator.clock` says when that is seen.
         host_copy_bytes_per_s: between a device and its host's memory, in one direction.
         host_memory_bytes_per_s: of a host's memory, as an optimizer's step there reaches it.
-        host_ahead_s: of the host, for what it can have issued before the device gets there.
+        host_ahead_s: how far the host can issue ahead of the device.
         context_bytes: of the driver's context and libraries.
         communicator_bytes: of one communicator's buffers.
-        allocator_share: unusable share of what the allocator has reserved.
+        allocator_share: unusable share of the allocator's reserved memory.
     """
 
     link_share: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())
@@ -111,7 +111,7 @@ class Constants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where one constant comes from: `how` is "fitted", "cited" or "assumed", `source` says from what.
+    """Where one constant comes from: `how` is "fitted", "cited" or "assumed", `source` names the source.
 
     `low` and `high` are stated where public measurements leave it open, `between` says which.
     """

@@ -10,11 +10,11 @@ of computation takes
 
 seconds. Were computation spread evenly, `channel_share` would be 1. A product whose blocks fill the device in whole
 waves loses more (one of 132 blocks on 132 multiprocessors takes two waves of 108): it is fitted on a product beside an
-all-reduce, and its range spans what was seen on whole models.
+all-reduce, and its range spans the values seen on whole models.
 
 [Note: Memory] A byte that a rank sends is stored and read back, and read from the user's data or written there: it goes
-through the device's memory three times inside a node (NVIDIA/nccl#1428). Over a network a card reads and stores what
-passes through, twice more. What waits for memory anyway, elementwise kernels and copies, loses as much of each second
+through the device's memory three times inside a node (NVIDIA/nccl#1428). Over a network a card reads and stores them
+twice more. Work that waits for memory anyway, elementwise kernels and copies, loses as much of each second
 as the collectives have of the memory's rate. On A100 with NVLink that is 39 % beside the 11 % of the channels, so that
 such a kernel takes twice as long; seen there: .02 ms alone and .05 ms beside a gather (the same source).
 """

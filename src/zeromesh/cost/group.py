@@ -1,4 +1,4 @@
-"""A group of ranks on a cluster's hierarchy, and what each level gives it.
+"""A group of ranks on a cluster's hierarchy, and its share of each level.
 
 [Note: Shared ports] All groups of one shape communicate at once (every rank runs the same step), so the links out of
 one member of a level are divided among the groups that have ranks in it. Eight groups that each join one GPU of every
@@ -27,11 +27,11 @@ class Hop:
     Args:
         level: index of the level in the cluster, 0 innermost.
         size: members of this level among which the group has ranks, within one member of the next level.
-        rate_bytes_per_s: what this group can send out of one member, its share of the links included.
+        rate_bytes_per_s: rate of this group out of one member, its share of the links included.
         sharing: groups whose traffic leaves one member at once.
         step_s: latency of one step over this level.
         outer: whether the level joins nodes; inside one, message size matters more (see `collective`).
-        links: the level itself, which may say what was measured of it.
+        links: the level itself, which may have measured curves.
     """
 
     level: int

@@ -1,4 +1,4 @@
-"""Device memory that belongs to no tensor: the driver's context, communicators, what the allocator cannot use."""
+"""Device memory that belongs to no tensor: the driver's context, communicators, the allocator's unusable part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Overhead:
             constants: of the cost model, which know devices with a driver.
             messages: ranks exchange messages: then there is neither a context, nor do communicators hold buffers.
             communicators: process groups that have been used on the device.
-            dynamic_bytes: allocated and freed in the course of a step (activations). What is allocated once and kept
+            dynamic_bytes: allocated and freed in the course of a step (activations). Memory allocated once and kept
                 loses nothing to fragmentation.
         """
         contexts = 0 if messages else 1

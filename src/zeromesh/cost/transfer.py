@@ -26,7 +26,7 @@ _COMPUTE_BYTES = 2  # a quantiser reads and writes 16-bit values
 
 @dataclass(frozen=True, slots=True)
 class TransferModel:
-    """A cluster with the constants, and a memory of what has been asked: steps repeat few distinct transfers.
+    """A cluster with the constants, and a cache of answers: steps repeat few distinct transfers.
 
     Args:
         cluster: cut to the world in use; its levels are the mesh axes by name.
@@ -69,9 +69,9 @@ class TransferModel:
 
         Args:
             axes: whose product is the group.
-            operation: what it does.
+            operation: its name.
             numel: elements of the whole region.
-            wire: dtype of what is sent.
+            wire: dtype on the wire.
             algorithm: for groups that span several levels.
         """
         key = (*((axis.mesh_axis, axis.size) for axis in axes), operation, numel, wire, algorithm)
@@ -122,7 +122,7 @@ class TransferModel:
         return replace(cost, seconds=seconds, busy=(*cost.busy, (HOST, calls + moving)))
 
     def _with_taken(self, cost: CollectiveCost, axes: Sequence[Axis]) -> CollectiveCost:
-        """With what it takes of a device that computes; the network shares out cores that also move the bytes."""
+        """With its share of a device that computes; the network shares out cores that also move the bytes."""
         if self.cluster.device.cores is not None:
             return cost
         passes = memory_passes(self.group(axes), self.constants)

@@ -1,16 +1,16 @@
-"""Records what the engine does, as the `Trace` that the simulator writes for the same schedule.
+"""Records the engine's steps, as the `Trace` that the simulator writes for the same schedule.
 
 Nothing of this runs unless a recorder is open. While one is, it stands at four seams:
 
-    chains               each collective is timed where it runs, and what it sends is counted
+    chains               each collective is timed where it runs, and its bytes are counted
     lanes                a job keeps the micro-batch it was submitted in; a wait for it is timed
     interpreter.watch    points cut the computation into slices: whose forward or backward runs
     torch's step hooks   the optimizer's slice
 
 [Note: Slices] The host's (on CUDA: the current stream's) time between two points belongs to the unit whose forward or
-backward runs; what is the root's own lies between its children, in several slices. Waits cut slices, so that
+backward runs; the root's own part lies between its children, in several slices. Waits cut slices, so that
 computation and waits together are the step. On CPU times are taken in the thread that does the work. On CUDA they are
-events on the stream that does it, read when the recorder closes; a wait is then what the stream stood still.
+events on the stream that does it, read when the recorder closes; a wait is then the time that the stream stood still.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class record_trace:  # used as a function that is also a context
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # A failed collective has been reported where it was waited for, and must not hide what ended the block.
+        # A failed collective was reported where it was waited for, and must not hide the error that ended the block.
         with suppress(RuntimeError):
             self._engine.at_rest(follow=kind is None)
         self._recorder.remove()
@@ -88,7 +88,7 @@ class _HostClock:
 
 
 class _DeviceClock:
-    """Events on whatever stream is current; nothing waits for them until the recorder closes."""
+    """Events on the current stream; nothing waits for them until the recorder closes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -130,7 +130,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """A step of a chain, timed. Runs like what it stands for."""
+    """A step of a chain, timed. Runs like the step that it replaces."""
 
     step: Any
     name: str
@@ -187,7 +187,7 @@ class _WatchedLane:
         self, job: Callable[[], object], label: str = "", *, after: Ticket | _WatchedTicket | None = None
     ) -> _WatchedTicket:
         place, recorder = self.recorder.place, self.recorder
-        # A lane's wait is not the computation's. What was submitted before the recording is not watched.
+        # A lane's wait is not the computation's. Jobs submitted before the recording are not watched.
         first = after.ticket if isinstance(after, _WatchedTicket) else after
 
         def run() -> None:
@@ -204,10 +204,10 @@ class _WatchedLane:
 
 
 class _Recorder:
-    """Stands in the engine's way between `install` and `remove`, and keeps what passes."""
+    """Stands in the engine's way between `install` and `remove`, and keeps the calls that pass."""
 
     def __init__(self, engine: Engine) -> None:
-        # Weakly: the engine holds tickets of what it leaves under way, and these hold the recorder.
+        # Weakly: the engine holds tickets of jobs under way, and these hold the recorder.
         self._engine = weakref.ref(engine)
         # Not the control's: on one rank that is the host. The root may own nothing.
         buffers = [buffer for unit in engine.backend.units for buffer in unit.buffers]
@@ -295,7 +295,7 @@ class _Recorder:
             timed.append(_Timed(step, f"{kind} {step.operation}", unit, axes, self) if axes else step)
         return tuple(timed)
 
-    # ---- what passes
+    # ---- calls that pass
 
     def communicated(self, step: _Timed, start: Any, sent_bytes: int) -> None:
         self._entries.append(
@@ -335,7 +335,7 @@ class _Recorder:
             case PointKind.POST_FORWARD:
                 if unit in self._calls:
                     del self._calls[self._calls.index(unit) :]
-                # After the root's forward comes what the user does with its output: the loss.
+                # After the root's forward the user computes the loss.
                 self._open("forward", self._calls[-1] if self._calls else unit)
             case PointKind.PRE_RECOMPUTE:
                 self._open("recompute", unit)

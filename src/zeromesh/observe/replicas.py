@@ -1,15 +1,15 @@
 """Whether ranks that must hold the same bytes do: a digest of everything replicated, compared over all ranks.
 
 [Note: Replicas] A layout, the model's or a part's, makes several ranks hold the same bytes, and the arithmetic that
-keeps them so is the same to the bit. What is equal over which axes, and where it is left out since each rank holds its
-own:
+keeps them so is the same to the bit. Which tensors are equal over which axes, and where they are left out since each
+rank holds its own:
 
     master, optimizer states   axes of stage 0
     params                     axes that do not shard parameters: stages 0, 1 and 2
     kept copies                those, and the axes that keep
 
 Broken memory, a kernel that depends on timing, a rank whose software differs or one that changed parameters by hand
-ends this; training goes on and looks healthy, and what is learnt is some mixture. Buffers of the model (running
+ends this; training goes on and looks healthy, and learns some mixture. Buffers of the model (running
 statistics) are each rank's own and are not looked at.
 """
 
@@ -50,21 +50,21 @@ class Held:
 
     Args:
         unit: its name.
-        what: for messages.
+        name: for messages.
         home: where its layout is.
         axes: over which it is the same.
         parts: its tensors by name, the same names in the same order on every rank.
     """
 
     unit: str
-    what: str
+    name: str
     home: Home
     axes: tuple[Axis, ...]
     parts: Callable[[], Iterable[Named]]
 
 
 def check_replicas(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = ()) -> None:
-    """Compares what the layout replicates, on all ranks; every rank of the mesh calls it between two steps.
+    """Compares replicated tensors on all ranks; every rank of the mesh calls it between two steps.
 
     Reads every replicated byte once and exchanges 8 bytes a unit and rank. Under a layout that replicates nothing it
     does nothing.
@@ -74,7 +74,7 @@ def check_replicas(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
         optimizers: whose states are compared too.
 
     Raises:
-        MismatchError: on every rank, where bytes differ: names ranks, axis, unit, and what.
+        MismatchError: on every rank, where bytes differ: names ranks, axis, unit, and tensor.
         CommunicationError: a rank did not take part.
     """
     engine = engine_of(model)
@@ -137,9 +137,9 @@ def _held(engine: Engine, optimizers: Sequence[Optimizer]) -> Iterator[Held]:
                 found.append(("master copy", states, partial(_masters, buffer)))
             if buffer.master is not None and optimizers:
                 found.append(("optimizer states", states, _states_of(buffer, optimizers)))
-            for what, axes, parts in found:
+            for name, axes, parts in found:
                 if axes:
-                    yield Held(unit=unit.name, what=what, home=home, axes=axes, parts=parts)
+                    yield Held(unit=unit.name, name=name, home=home, axes=axes, parts=parts)
 
 
 def _whole(buffer: FlatShards, values: Tensor) -> list[Named]:
@@ -239,7 +239,7 @@ def _message(engine: Engine, drifts: Sequence[Drift], ranks: Sequence[int]) -> s
     also = f", and {len(parts) - 1} more" if len(parts) > 1 else ""
     elsewhere = f" ({len(drifts) - 1} more differences in other places)" if len(drifts) > 1 else ""
     return (
-        f"{who}: over axis {axes} they must hold the same {thing.what} of unit {thing.unit or '(root)'!r} to the bit, "
+        f"{who}: over axis {axes} they must hold the same {thing.name} of unit {thing.unit or '(root)'!r} to the bit, "
         f"and differ in {parts[0]}{also}{elsewhere}. What was learnt since they were last equal cannot be trusted: go "
         f"on from a checkpoint of before, and look for faulty memory and for unequal software"
     )

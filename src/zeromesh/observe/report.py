@@ -30,11 +30,11 @@ from zeromesh.trace import MemoryLine, TrafficLine
 T = TypeVar("T")
 
 _TRIAL_NUMEL = 16
-"""Elements of what `_state_bytes` steps on: one vector of any machine's fused implementation."""
+"""Elements that `_state_bytes` steps on: one vector of any machine's fused implementation."""
 
 
 def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[MemoryLine]:
-    """Model state of this rank: what the schedule says, beside the storages that are there.
+    """Model state of this rank: predicted by the schedule, beside the storages that are there.
 
     Args:
         model: sharded.
@@ -43,11 +43,11 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     Returns:
         Lines params, grads, optimizer (masters and states), buffers (slots, kept copies, residuals, staging,
         workspace), total; the same for the host, where anything lies there. Values that the owners of an optimizer from
-        `zm.by_owner` keep count too; a line step follows then: what comes to this rank inside a step, when no
-        activation is alive, and goes with it. Not in them: the model's buffers and frozen parameters of dtypes that are
-        not sharded (complex ones), which every rank holds whole.
+        `zm.by_owner` keep count too; a line step follows then: memory of tensors that come to this rank inside a
+        step, when no activation is alive, and go with it. Not in them: the model's buffers and frozen parameters of
+        dtypes that are not sharded (complex ones), which every rank holds whole.
 
-    Predictions look at nothing that was allocated. What an optimizer keeps for each element of its state shard is found
+    Predictions look at nothing that was allocated. An optimizer's states for each element of its state shard are found
     by one step of its like on an element or two of its own, with each group's own options: see `_state_bytes`. So its
     states are predicted before the first step, when none are held, and also for parameters that no step has had a
     gradient for, which torch's optimizers make no states for.
@@ -169,7 +169,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: int, like: ShardedPara
 
 
 class traffic_report:  # used as a function that is also a context
-    """Counts what this rank sends while the context is open, beside what the schedule says of a step.
+    """Counts the bytes that this rank sends while the context is open, beside the schedule's for a step.
 
     Args:
         model: sharded.
@@ -205,9 +205,9 @@ class traffic_report:  # used as a function that is also a context
         """Bytes per step and axis, innermost first.
 
         Args:
-            steps: that were taken while the context was open; what was sent is divided by them.
+            steps: that were taken while the context was open; sent bytes are divided by them.
         """
-        # Whether frozen units have a backward depends on what they are given: the forward has shown it by now.
+        # Whether frozen units have a backward depends on their inputs: the forward has shown it by now.
         returned = self._engine.interpreter.returned
         predicted = sent_bytes_per_axis(
             self._engine.schedule,

@@ -28,7 +28,7 @@ class Beyond:
         layout: of all of them.
         axes: of `layout`, those that the tensors are divided over before they are sharded.
         groups: by the same, torch's.
-        stacking: which dimensions of a tensor the class sees: what is divided over others is whole for it.
+        stacking: which dimensions of a tensor the class sees: a tensor divided over others is whole for it.
     """
 
     layout: Layout
@@ -71,7 +71,7 @@ class Beyond:
         return place.region if spread is None else spread.joined(dims)
 
     def held(self, place: ParamRange) -> tuple[tuple[int, Region], ...] | None:
-        """By plane, which copy of that it has, and what of it."""
+        """By plane, which copy of that it has, and which part."""
         return tuple(self._held(place)) if self.groups else None
 
     def _held(self, place: ParamRange) -> Iterator[tuple[int, Region]]:

@@ -1,11 +1,11 @@
 """Whole tensors on this rank: [Note: Passage] of `zeromesh.pieces.passage` bound to memory.
 
-What is kept from step to step is the optimizer's own states, and the values of what is owned here. Gradients of a
-bucket, and what passes by on its way, come to fresh memory, which goes when what was made of them is back in the state
+From step to step the optimizer's own states are kept, and the values of owned tensors. Gradients of a
+bucket, and pieces that pass by on their way, come to fresh memory, which goes when the results are back in the state
 shards. That is when no activation is alive. A parameter that this rank holds whole is stepped on where it lies.
 
-What is no range of its tensor (a slice of some of its columns) arrives in memory of its own; it is laid into the tensor
-before the step, and out of it after.
+A piece that is no range of its tensor (a slice of some of its columns) arrives in memory of its own; it is laid into
+the tensor before the step, and out of it after.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Member:
     Args:
         param: this rank's slice.
         shape: of the tensor.
-        whole: what the owner's optimizer steps on; without memory until the first step. None on other ranks.
+        whole: the tensor that the owner's optimizer steps on; without memory until the first step. None on other ranks.
         parts: of the tensor on all ranks.
     """
 
@@ -74,7 +74,7 @@ class OwnedBucket:
         groups: by axis that is crossed, outermost first.
         strides: by the same: distance between neighbours' numbers, and how many there are.
         stacking: how tensors are laid together for the optimizer.
-        act: what is done to the optimizer in the place of a step; None for the step.
+        act: called with the optimizer in the place of a step; None for the step.
         room_bytes: that the last step has taken.
     """
 
@@ -162,8 +162,8 @@ class OwnedBucket:
             member.whole.grad = here.view(member.whole.shape)
 
     def _make_room(self, member: Member) -> None:
-        """For the parts of a tensor: where it is owned, where they lie, and where they pass by. What of it is here and
-        no range of it goes there as what arrives does, with values that are those of now."""
+        """For the parts of a tensor: where it is owned, where they lie, and where they pass by. Parts that are here
+        and no range of it go there as those that arrive, with their present values."""
         grad, local = member.param.grad.local.contiguous(), member.param.local  # type: ignore[union-attr]  # a slice
         for part in member.parts:
             if self.rank == part.owner and part.region is not None:

@@ -70,15 +70,15 @@ def by_owner(
         params: parameters of the sharded model, or groups of them with options of their own.
         cost: of stepping a tensor of a shape, which owners are balanced by; None for the operations of torch's Muon,
             and of others the elements.
-        bucket_bytes: of what one bucket brings to one owner; None for 64 MiB, and more where ranks would wait else.
+        bucket_bytes: bytes that one bucket brings to one owner; None for 64 MiB, and more where ranks would wait else.
         batched: step on tensors of one shape at once, through torch.vmap: fewer and larger kernels, whose rounding is
             not that of one tensor after the other.
-        dims: of what the class sees: tensors of more are batches of such. 2 for experts' weights of three dimensions.
+        dims: dimensions that the class sees: tensors of more are batches of such. 2 for experts' weights of three.
         options: for `optimizer`.
 
     Raises:
         OptimizerError: a parameter is not the sharded model's, the class makes one tensor's update of others,
-            torch.vmap does not run it and is to, or what it keeps does not fit on a device.
+            torch.vmap does not run it and is to, or its states do not fit on a device.
         MismatchError: on all ranks, if they give different tensors.
 
     Examples:
@@ -233,7 +233,7 @@ class OwnerOptimizer(Optimizer):
             "tensors in zm.by_owner", "\n".join([*lines, f"buckets of {bucket_bytes}", repr(self._stacking)])
         )
 
-    # ---- what torch's optimizers have
+    # ---- the interface of torch's optimizers
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._complete:
@@ -442,7 +442,7 @@ def _stand_in(
     options: Mapping[str, Any],
     stands_for: Callable[[ShardedParameter], nn.Parameter | None],
 ) -> Optimizer:
-    """An optimizer of the class, with these groups, over what stands for their parameters here."""
+    """An optimizer of the class, with these groups, over the tensors that stand for their parameters here."""
     own = [
         {**group, "params": [whole for param in group["params"] if (whole := stands_for(param)) is not None]}
         for group in groups

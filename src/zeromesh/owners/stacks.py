@@ -1,6 +1,6 @@
 """Many tensors of one shape in one step of a class that knows of one at a time: torch's vmap shows it one of a stack.
 
-The class is used as it is: it sees a tensor of an item's shape, and what it computes of that is computed of all items
+The class is used as it is: it sees a tensor of an item's shape, and its computation runs on all items
 at once, a matrix product of two matrices as a product of two batches. Results are those of one after the other, but for
 rounding: kernels for batches, and sums over one item of a batch, add up in another order.
 """
@@ -76,7 +76,7 @@ def step_on_stacks(optimizer: Optimizer, stacking: Stacking) -> None:
         optimizer.step()
     for place, alike in stacked:
         for group, options in zip(optimizer.param_groups, counted, strict=True):
-            _put_options(group, options)  # or what counts its steps by group would count each stack
+            _put_options(group, options)  # a class that counts its steps by group would else count each stack
         _step_on(optimizer, place, alike, stacking)
 
 
@@ -97,7 +97,7 @@ def _alike(optimizer: Optimizer, wholes: Sequence[nn.Parameter], stacking: Stack
 
 
 def _step_on(optimizer: Optimizer, place: int, wholes: Sequence[nn.Parameter], stacking: Stacking) -> None:
-    """One step of what is alike, as one stack."""
+    """One step of tensors that are alike, as one stack."""
     leads = [tuple(whole.shape[: whole.dim() - len(stacking.item(whole.shape))]) for whole in wholes]
     states = [optimizer.state.get(whole, {}) for whole in wholes]
     numbers = {key: value for key, value in states[0].items() if not isinstance(value, Tensor)}

@@ -26,9 +26,9 @@ Numbers = dict[tuple[int, str], float]
 def require_tensorwise(kind: type[Optimizer], like: Sequence[Tensor], options: Mapping[str, Any]) -> None:
     """Raises OptimizerError where stepping on two tensors together differs from stepping on each alone.
 
-    The second's gradients are large: a norm over both would show in the first. What a class finds in gradients and
-    keeps for all tensors, in a group's options or as a number of its own, may show later than a trial lasts
-    (D-Adaptation, arXiv 2301.07733: after 2 to 32 steps): it is looked at itself.
+    The second's gradients are large: a norm over both would show in the first. Numbers that a class finds in gradients
+    and keeps for all tensors, in a group's options or as its own, may show later than a trial lasts
+    (D-Adaptation, arXiv 2301.07733: after 2 to 32 steps): they are looked at directly.
 
     Args:
         kind: the optimizer's class.

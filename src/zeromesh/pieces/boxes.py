@@ -1,7 +1,7 @@
 """A slice of a flattened tensor as boxes of the N-dimensional one, and back.
 
 [Note: Boxes] Row-major elements ``start`` to ``stop`` of an N-d tensor are at most ``2N - 1`` boxes: the rows that are
-whole, and before and after them what is left of one row, which is a slice of a tensor with a dimension less. Each box
+whole, and before and after them the rest of one row, which is a slice of a tensor with a dimension less. Each box
 is itself a contiguous range of the flattened tensor, so it is a view, and its bytes are written as they lie::
 
     shape (3, 4), 2..11      . . A A        A: rows 0..1 x columns 2..4

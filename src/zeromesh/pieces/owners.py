@@ -4,17 +4,17 @@
 tensor to whoever has least (Graham 1969), gives a limit; where that is more than 5 % above the mean and above the
 bound, lower limits are tried by packing each tensor, longest first, where it fits best (MULTIFIT: Coffman, Garey and
 Johnson 1978). Then each tensor goes, under the limit or 5 % above the mean, to the rank for which the least has to
-move, the slow axes first. What costs little may take memory: a rank that holds more elements than 5 % above the mean,
+move, the slow axes first. A cheap choice may take memory: a rank that holds more elements than 5 % above the mean,
 or than the longest tensor has, gets no more for being near. A tensor is not divided, so with few tensors for many ranks
-no choice is even: `Owners.bound` is what no choice can be below. Its proof is of bins: where tensors that cannot share
+no choice is even: `Owners.bound` is a lower bound of all choices. Its proof is of bins: where tensors that cannot share
 a rank, and the volume of those that fit beside them, need more ranks than there are, some rank has more than the limit
 (Martello and Toth 1990, their bound L2).
 
 [Note: Planes] A tensor may be divided before it is sharded, over axes that have no stage (tensor parallelism): the
 ranks with one index on each of these axes are a plane, and have a region of the tensor in slices. Whole is whole over
 the planes too: `across` makes a layout in which their axes divide everything, and tensors are owned among all of its
-ranks. What is not divided over one of these axes is there once for each of its indices: such copies are stepped alike,
-each by an owner among its own planes at the same place, so that nothing of them crosses the axis.
+ranks. A tensor that is not divided over one of these axes is there once for each of its indices: such copies are
+stepped alike, each by an owner among its own planes at the same place, so that nothing of them crosses the axis.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Share(NamedTuple):
     Args:
         copy: which, if there are several: [Note: Planes].
         rank: among those that hold the states together.
-        region: what `start` and `stop` count in, flattened; None for all of the tensor.
+        region: in which `start` and `stop` count, flattened; None for all of the tensor.
         start, stop: range, not empty.
     """
 
@@ -89,7 +89,7 @@ class Placement:
         shape: of the whole tensor.
         start: where it starts in its flat buffer.
         padded: the buffer's length.
-        planes: by plane, which copy of the tensor it has, and what of that: [Note: Planes]. None: there is one, which
+        planes: by plane, which copy of the tensor it has, and which part: [Note: Planes]. None: there is one, which
             has all.
     """
 
@@ -151,7 +151,7 @@ class Owners:
     Args:
         rank_of: by tensor, among the ranks that hold one copy of the states, as `Layout.shard` numbers chunks; of
             several copies of a tensor that of the first: `Placement.mirrors`.
-        loads: by rank, the summed costs of what it owns.
+        loads: by rank, the summed costs of its tensors.
         bound: no choice has a rank with less than this.
     """
 
@@ -170,9 +170,9 @@ def across(layout: Layout, further: Sequence[tuple[str, int]]) -> Layout:
     """The layout of all ranks that tensors are divided over, those of all planes: [Note: Planes].
 
     Args:
-        layout: that tensors, or what a plane has of them, are sharded by.
-        further: name and size of the axes that planes are numbered along, the first most significant. What moves along
-            them moves last on the way to an owner, and first on the way back.
+        layout: that shards tensors, or a plane's parts of them.
+        further: name and size of the axes that planes are numbered along, the first most significant. Bytes along
+            them move last on the way to an owner, and first on the way back.
     """
     axes = [
         Axis(name=name, mesh_axis=name, size=size, stride=1, stage=Stage.THREE, wire=Wire()) for name, size in further
@@ -233,8 +233,8 @@ def _packed_tightly(
     low: float,
     high: float,
 ) -> list[int] | None:
-    """Owners with less than `high` each, as little as packing finds, beside what `even` has in several copies; None if
-    it finds none."""
+    """Owners with less than `high` each, as little as packing finds, beside those that `even` has in several copies;
+    None if it finds none."""
     found: list[int] | None = None
     alone = [index for index in order if tensors[index].copies == 1]
     several = [cost if tensor.copies > 1 else 0.0 for tensor, cost in zip(tensors, costs, strict=True)]
@@ -353,7 +353,7 @@ def _ranks_needed(rising: Sequence[float], sums: Sequence[float], limit: float) 
     """
     half, needed = bisect_right(rising, limit / 2), 0
     for least in [0.0, *sorted(set(rising[:half]))]:
-        # Nothing that counts fits beside the longest; beside the long, what counts of the short.
+        # Nothing that counts fits beside the longest; beside the long, those of the short that count.
         longest, short = bisect_right(rising, limit - least), bisect_left(rising, least)
         longest = max(longest, half)
         beside = (longest - half) * limit - (sums[longest] - sums[half])
@@ -370,8 +370,8 @@ def cut(
     Args:
         tensors, owners, costs: as for `choose_owners`.
         most_numel: elements that a rank should have in one bucket at most.
-        waits: what all buckets may take together, where each takes as long as its slowest owner, in times of the
-            largest load. Fewer and longer buckets are made until it is kept.
+        waits: the most that all buckets may take together, where each takes as long as its slowest owner, in times of
+            the largest load. Fewer and longer buckets are made until it is kept.
     """
     own: dict[int, list[int]] = {}
     elements: Counter[int] = Counter()
@@ -393,7 +393,7 @@ def cut(
 def _cut(
     own: Mapping[int, Sequence[int]], owners: Owners, costs: Sequence[float], count: int
 ) -> tuple[list[list[int]], float]:
-    """So many buckets, and the sum of what the slowest owner of each has to do."""
+    """So many buckets, and the sum of the work of each one's slowest owner."""
     buckets: list[list[int]] = [[] for _ in range(count)]
     slowest = [0.0] * count
     for rank, indices in own.items():

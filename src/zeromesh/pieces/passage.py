@@ -1,12 +1,12 @@
-"""How slices of tensors come to their owners, and how what the owners make of them comes back.
+"""How slices of tensors come to their owners, and how the owners' results come back.
 
 [Note: Passage] A part of a tensor goes from the rank that holds it to the tensor's owner axis by axis, the outermost
-first: ranks then share evenly what crosses the slow links, and nothing crosses them twice. The way back is the same
-ranks in reverse. So over axis a the ranks that hold one copy of the states together send, each way, what lies at
+first: ranks then share evenly the bytes on the slow links, and nothing crosses them twice. The way back is the same
+ranks in reverse. So over axis a the ranks that hold one copy of the states together send, each way, the elements at
 another index on a than its owner has::
 
     node=3,cluster=1 on 2 x 2; chunks 0 to 3 are (node, cluster) = (0,0), (0,1), (1,0), (1,1); a tensor of chunk 0's
-    owner:   cluster: 1 -> 0, 3 -> 2      node: 2 (with what 3 sent) -> 0
+    owner:   cluster: 1 -> 0, 3 -> 2      node: 2 (with 3's part) -> 0
 
 [Note: Kept values] An owner keeps the values of its tensors from step to step, so gradients come to it, and values go
 back. Where somebody else has changed a tensor since (a load, another optimizer, a user), its values come anew.
@@ -43,7 +43,7 @@ class Part:
 
     Args:
         tensor: its index.
-        region: what `start` and `stop` count in, flattened; None for all of the tensor.
+        region: in which `start` and `stop` count, flattened; None for all of the tensor.
         start, stop: range.
         home: the rank that holds it.
         owner: of the tensor.
@@ -122,7 +122,7 @@ def bucket_of(
 
 def rooms_of(tensors: Sequence[Placement], parts: Sequence[Part], dtypes: Sequence[tuple[str, str]]) -> Counter[int]:
     """By rank, the bytes that come to it for a bucket's `parts` and go with it: gradients where their tensors are
-    owned, unless all of a tensor lies there already, and what passes by on its way."""
+    owned, unless all of a tensor lies there already, and pieces that pass by on their way."""
     rooms: Counter[int] = Counter()
     for part in parts:
         grad, values = (ITEM_BYTES[dtype] for dtype in dtypes[part.tensor])

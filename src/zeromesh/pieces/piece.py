@@ -43,7 +43,7 @@ class Piece:
         name: of the tensor in the checkpoint.
         shape: of the whole tensor.
         start: where the range starts in the flattened region.
-        local: its elements, contiguous, 1-D; shares memory with what it was taken from.
+        local: its elements, contiguous, 1-D; shares memory with its source.
         within: the region; None for all of the tensor.
     """
 
@@ -55,7 +55,7 @@ class Piece:
 
     def __post_init__(self) -> None:
         if self.within is not None and self.within.is_whole:
-            object.__setattr__(self, "within", None)  # one spelling of what is no part
+            object.__setattr__(self, "within", None)  # one spelling of a whole tensor
         if self.local.dim() != 1 or not self.local.is_contiguous():
             raise InternalError(f"{self.name}: a piece must be contiguous and 1-D; got {tuple(self.local.shape)}")
         if self.local.dtype not in DTYPE_NAMES:
@@ -112,7 +112,7 @@ def whole(name: str, tensor: Tensor, within: Region | None = None) -> Piece:
 
 
 def copy_shared(source: Piece, target: Piece) -> int:
-    """Copies what two pieces of a tensor both hold, converted; the number of elements that is."""
+    """Copies the elements that two pieces of a tensor both hold, converted; returns their number."""
     if source.region == target.region:
         start, stop = max(source.start, target.start), min(source.stop, target.stop)
         if start < stop:

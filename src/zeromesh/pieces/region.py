@@ -1,8 +1,8 @@
-"""A part of a tensor that is held as a tensor of its own: what tensor parallelism leaves on a rank.
+"""A part of a tensor that is held as a tensor of its own, as tensor parallelism leaves it on a rank.
 
-[Note: Regions] A parameter may be divided twice: into boxes, by whatever made it a DTensor, and each box, flattened row
-by row, into slices. A slice of a box is boxes of the whole tensor again, each of them a contiguous range of the box and
-not of the tensor::
+[Note: Regions] A parameter may be divided twice: into boxes, by the code that made it a DTensor, and each box,
+flattened row by row, into slices. A slice of a box is boxes of the whole tensor again, each of them a contiguous range
+of the box and not of the tensor::
 
     shape (4, 4), the region of columns 2..4, its elements 1..7
 
@@ -52,7 +52,7 @@ class Region:
             raise InternalError(f"{self} does not lie within the tensor")
         dim, parts = self.fold
         if parts == 1 or self.is_whole:
-            object.__setattr__(self, "fold", (0, 1))  # one spelling of what is a box
+            object.__setattr__(self, "fold", (0, 1))  # one spelling of a box
         elif not 0 <= dim < len(self.shape) or parts < 1 or self.shape[dim] % parts or self.sizes[dim] % parts:
             raise InternalError(f"{self} must have a dimension of {parts} equal parts")
         elif self.offsets[dim] + self.sizes[dim] // parts > self.shape[dim] // parts:
@@ -94,7 +94,7 @@ class Region:
 
     @property
     def batch(self) -> int:
-        """How many of the first dimensions it takes to say which part it is: none of what is whole."""
+        """How many of the first dimensions it takes to say which part it is: none if it is whole."""
         return max(
             (dim + 1 for dim, (n, all_of_it) in enumerate(zip(self.sizes, self.shape, strict=True)) if n < all_of_it),
             default=0,
@@ -172,7 +172,7 @@ class Region:
 
 
 def shared(one: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(offsets, sizes) of what two boxes of a tensor have in common; None of boxes that lie apart.
+    """(offsets, sizes) of the intersection of two boxes of a tensor; None if they lie apart.
 
     >>> shared(*boxes_of((4, 4), 0, 16), *boxes_of((4, 4), 9, 12))
     ((2, 1), (1, 3))

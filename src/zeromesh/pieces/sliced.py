@@ -92,7 +92,7 @@ def dtensor_region(
 
 def folding(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> int | None:
     """The dimension of the mesh over which a DTensor is divided in equal parts, each of them evenly: [Note: Folds] of
-    `zeromesh.pieces.region`. None if there is none, or if what divides a dimension so has others beside it."""
+    `zeromesh.pieces.region`. None if there is none, or if the axis that divides a dimension so has others beside it."""
     divided = [placement.dim % len(shape) for placement in placements if isinstance(placement, Shard | _StridedShard)]
     strided = [at for at, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
     if len(strided) != 1:

@@ -98,7 +98,7 @@ class Places:
             case PointKind.POST_FORWARD:
                 if unit in self._inside:
                     del self._inside[self._inside.index(unit) :]
-                # After the root's forward comes what the user does with its output: the loss.
+                # After the root's forward the user computes the loss.
                 self.go("forward", self._inside[-1] if self._inside else unit)
             case PointKind.END_BACKWARD:
                 self._inside.clear()
