@@ -65,7 +65,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         sharding: how. Where it says no `param_dtype`, `mixed_precision` does.
 
     Raises:
-        InputError: the arguments, or what `accelerate config` wrote, ask for another way of sharding too.
+        InputError: the arguments, or the file of `accelerate config`, ask for another way of sharding too.
     """
 
     _models: list[nn.Module]
@@ -81,7 +81,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         self.sharding = sharding
         self._sharding: Sharding | None = None
         self._shards: Any = WeakIdKeyDictionary()
-        """By parameter of a model before it was sharded, what it became."""
+        """By parameter of a model before it was sharded, its shard."""
         _refuse([kind.value for kind in OTHERS if self.state.distributed_type == kind])
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise InputError(
@@ -93,7 +93,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
                 "have more wait for ever"
             )
 
-    # ---- what `prepare` makes of models and optimizers
+    # ---- models and optimizers in `prepare`
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         for model in args:
@@ -165,7 +165,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         for directory, checkpoints in self._checkpoints(found[0]):
             with checkpoints:
                 checkpoints.load(directory, random_states=False)  # accelerate has set those
-        for model in self._models:  # what it keeps in files of ranks, of which there may have been fewer
+        for model in self._models:  # accelerate keeps steps in files of ranks, of which there may have been fewer
             self.step = engine_of(model).control.say(self.step)
 
     @contextmanager

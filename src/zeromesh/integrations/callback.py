@@ -1,4 +1,4 @@
-"""A callback for every Trainer over a sharded model: what `zeromesh train` does when something goes wrong::
+"""A callback for every Trainer over a sharded model, which treats faults as `zeromesh train` does::
 
     from zeromesh.integrations.callback import Faults
 
@@ -24,7 +24,7 @@ from zeromesh.observe.replicas import check_replicas
 
 
 class Faults(TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
-    """Ends a run in order, and compares what several ranks hold alike.
+    """Ends a run in order, and compares values that several ranks hold alike.
 
     SIGTERM on any rank saves a checkpoint after the current step and ends all processes with exit code 75, which asks
     for the same command again. A step whose gradient norm is NaN or infinite raises on all ranks, or is skipped.

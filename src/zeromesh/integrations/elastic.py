@@ -30,7 +30,7 @@ def resize_mesh(mesh: Mapping[str, int], world: int, strategy: str | None) -> di
     """The mesh with the same axes for `world` ranks.
 
     Inner axes have the fast links, so they keep as much of their size as divides: from the innermost on, each takes the
-    largest divisor of the rest that its size allows, and the outermost takes what remains. If the strategy does not fit
+    largest divisor of the rest that its size allows, and the outermost takes the rest. If the strategy does not fit
     (`node[4]=3,node[*]=1`), the next largest divisor is tried.
 
     >>> resize_mesh({"cluster": 4, "node": 8}, 24, "node=3,cluster=1")
@@ -136,7 +136,7 @@ def _notice(_number: int, _frame: FrameType | None) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class NonFinite:
-    """Counts the steps of a run whose loss or gradient norm is not finite, and says what to do about each.
+    """Counts the steps of a run whose loss or gradient norm is not finite, and treats each as `remedy` says.
 
     [Note: Batches] The batch of a step follows from its number and `left_out` alone. A roll back leaves out the batches
     since the checkpoint: the step after the checkpoint takes the batch behind the one that failed.
@@ -167,11 +167,11 @@ class NonFinite:
         """Notes a good step."""
         self.in_a_row = 0
 
-    def judge(self, what: str) -> Remedy:
+    def judge(self, fault: str) -> Remedy:
         """Counts a bad step.
 
         Args:
-            what: the step, and what was not finite.
+            fault: the step, and the number that was not finite.
 
         Raises:
             NonFiniteError: the remedy is to stop, or a bound is exceeded.
@@ -179,7 +179,7 @@ class NonFinite:
         self.in_a_row += 1
         if self.remedy == "stop":
             raise NonFiniteError(
-                f"{what}. The optimizer has not stepped, and nothing was saved since. Look at the learning rate, the "
+                f"{fault}. The optimizer has not stepped, and nothing was saved since. Look at the learning rate, the "
                 f'warm-up and the data; nonfinite = "skip" or "rollback" goes on without the batch'
             )
         total = self.skipped + self.rollbacks + 1
@@ -189,8 +189,8 @@ class NonFinite:
         ):
             if count > bound:
                 raise NonFiniteError(
-                    f"{what}: number {count} {how}, and {name} = {bound}. The parameters or the learning rate, not one "
-                    f"batch, are the likely cause: go on from an older checkpoint with other settings"
+                    f"{fault}: number {count} {how}, and {name} = {bound}. The parameters or the learning rate, not "
+                    f"one batch, are the likely cause: go on from an older checkpoint with other settings"
                 )
         self.skipped += self.remedy == "skip"
         return self.remedy
@@ -205,7 +205,7 @@ class NonFinite:
         )
 
     def summary(self) -> str:
-        """Lines that say what happened; empty if nothing did."""
+        """Lines on skipped steps; empty if there were none."""
         text = f"\n{self.skipped} steps were skipped: their loss or gradient was not finite" if self.skipped else ""
         if self.rollbacks:
             text += f"\nrolled back {self.rollbacks} times; {self.left_out} batches were left out"
@@ -225,7 +225,7 @@ _COUNTS = ("skipped", "rollbacks", "in_a_row", "left_out")
 
 
 def describe(step: int, loss: float | None, norm: float, ranks: Sequence[int] = ()) -> str:
-    """Says what was not finite in a step.
+    """Says which number was not finite in a step.
 
     >>> describe(12, float("nan"), float("nan"), [1, 3])
     'step 12: the loss is nan on ranks 1, 3'

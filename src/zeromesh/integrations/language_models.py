@@ -98,7 +98,7 @@ def require_pretrained(directory: Path | None) -> None:
 
 
 def seed_of_rank(seed: int, rank: int, model: nn.Module) -> int:
-    """The seed of what a rank draws while it trains: not the weights' seed, and another one on each rank.
+    """The seed of a rank's random numbers while it trains: not the weights' seed, and another one on each rank.
 
     Models that skip layers at random must skip the same ones on all ranks, which gather a layer's parameters together.
     """

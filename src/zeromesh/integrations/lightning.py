@@ -45,7 +45,7 @@ AVERAGES = frozenset({"WeightAveraging", "StochasticWeightAveraging"})
 """Lightning's callbacks that average weights, and their subclasses; some versions have one of them only."""
 
 REST = "rest"
-"""In the state of a model's checkpoint: the name of the file of what is neither model nor optimizer."""
+"""In the state of a model's checkpoint: the name of the file with all that is neither model nor optimizer."""
 
 MODEL = "model"
 """The directory, in a checkpoint of the Trainer's, of the module and its optimizers."""
@@ -90,7 +90,7 @@ def _sharding_of(sharding: Sharding, precision: str, device: torch.device) -> Sh
 
 
 # ---- a checkpoint: a directory of `zm.Checkpoints` for each model, and one file, which their states name. Written
-# ---- over, it is the old one or the new one whatever is killed, or, of several models, says that it is neither.
+# ---- over, it is the old one or the new one whenever it is killed, or, of several models, says that it is neither.
 
 
 def _save(
@@ -228,7 +228,7 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Returns what was saved beside models and optimizers and `state` does not ask for."""
+        """Returns entries that were saved beside models and optimizers and that `state` does not ask for."""
         directory = _directory(self.broadcast(path))
         if self.broadcast(directory.is_file()):  # with whole tensors
             return super().load_checkpoint(path, state, strict, **_given(weights_only))  # type: ignore[no-any-return]
@@ -257,7 +257,7 @@ def _sorted(state: Mapping[str, Any]) -> tuple[dict[str, nn.Module], list[Optimi
 
 
 class Strategy(TrainerDDP):  # type: ignore[misc]
-    """For `lightning.Trainer`. What is sharded is the LightningModule, after its `configure_model`.
+    """For `lightning.Trainer`. The LightningModule is sharded as a whole, after its `configure_model`.
 
     Args:
         sharding: how. Where it says no `param_dtype`, the Trainer's precision does.
@@ -300,7 +300,7 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
                 engine = engine_of(self.model)
                 parts = [part for part in self.model.children() if part not in engine.called]
                 install(engine, 0, parts, engine.precision.param, alone=True)
-            _update_properties(self.model, device=self.root_device)  # what `self.device` says in it
+            _update_properties(self.model, device=self.root_device)  # the answer of `self.device` in it
             self._own = self.model
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)

@@ -2,7 +2,7 @@
 
     model = zm.from_pretrained(AutoModelForCausalLM, directory)
 
-It is what `from_pretrained` of transformers gives, on the meta device: the same class, dtype and names, weights
+It is the model of transformers' `from_pretrained`, on the meta device: the same class, dtype and names, weights
 renamed and packed alike, the same generation settings.
 """
 
@@ -42,8 +42,8 @@ def from_pretrained(
 ) -> Any:
     """A model of transformers on the meta device, whose values each rank reads where it is sharded.
 
-    No rank ever has more than its shard and one unit. Add adapters to it and shard it as any other; whatever asks for
-    values before reads those tensors whole. What the files do not have (a new head) is initialised by the first rank,
+    No rank ever has more than its shard and one unit. Add adapters to it and shard it as any other; code that asks for
+    values before reads those tensors whole. Tensors that the files lack (a new head) are initialised by the first rank,
     with a warning. No code from the directory is run.
 
     Args:
@@ -191,7 +191,7 @@ def _converted(
 
 
 def _tiled(target: _Target, stored: Mapping[str, Stored]) -> Tiled:
-    """Packed experts and the like: no element changes, so each rank reads what it needs of each."""
+    """Packed experts and the like: no element changes, so each rank reads the parts that it needs of each."""
     patterns = [pattern for pattern in target.converter.source_patterns if pattern in target.names]
     groups = [[Tiled.of(stored[name]) for name in target.names[pattern]] for pattern in patterns]
     for operation in target.converter.operations:

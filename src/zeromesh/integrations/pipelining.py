@@ -136,8 +136,8 @@ class _Table:
 
 
 def _require_untied(stages: Sequence[_PipelineStageBase], engines: Sequence[Engine], control: Control) -> None:
-    """Raises InputError, on all ranks, where an embedding has the values of a weight in another stage: copies of what
-    was one parameter, of which nothing else tells. Collective."""
+    """Raises InputError, on all ranks, where an embedding has the values of a weight in another stage: copies
+    of one parameter, of which nothing else tells. Collective."""
     own = [list(_tables(stage, engine)) for stage, engine in zip(stages, engines, strict=True)]
     everyone = chain.from_iterable(chain.from_iterable(control.gather(own)))
     shapes = {table.shape for table in everyone if table.embeds}  # other weights are not looked at
@@ -158,7 +158,7 @@ def _require_untied(stages: Sequence[_PipelineStageBase], engines: Sequence[Engi
 
 
 def _tables(stage: _PipelineStageBase, engine: Engine) -> Iterator[_Table]:
-    """The weights of embeddings and linear layers: what models tie."""
+    """The weights of embeddings and linear layers: those that models tie."""
     modules = {clean_name(name): module for name, module in stage.submod.named_modules()}
     for unit in engine.units:
         for buffer in unit.trained:

@@ -46,7 +46,7 @@ def adapt(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Gives a model that has just been sharded its `save_pretrained` and `generate`.
 
     Args:
-        dtype: of the files; None for what each parameter computes in.
+        dtype: of the files; None for those in which parameters compute.
     """
     if is_peft(model):
         give_method(model, "save_pretrained", functools.partial(_save_adapters, dtype=dtype))
@@ -59,8 +59,8 @@ def adapt(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _keep_trainable(model: nn.Module) -> None:
-    """`disable_adapter()` passes the adapters by and no more: PEFT would freeze them for as long, and what is trained
-    is settled once a model is sharded."""
+    """`disable_adapter()` passes the adapters by and no more: PEFT would freeze them for as long, and the choice of
+    trained parameters is settled once a model is sharded."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -119,7 +119,7 @@ def _save_adapters(
     dtype: torch.dtype | None,
     **options: Any,
 ) -> None:
-    """PEFT's `save_pretrained` of a sharded model: all ranks call it, and only what it asks for is gathered."""
+    """PEFT's `save_pretrained` of a sharded model: all ranks call it, but only its tensors are gathered."""
     if state_dict is None:
         kinds = {name: DTYPES[buffer.spec.param_dtype] for name, buffer, _ in _named(model)}
         whole = full_state_dict(model, names=_asked_for(model, options))
@@ -142,7 +142,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, FlatShards, ParamRange]]:
 
 
 class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it so
-    """Notes what computations read, of tensors without values."""
+    """Notes which tensors without values computations read."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -156,8 +156,8 @@ class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
 
 
 def _asked_for(model: Any, options: Mapping[str, Any]) -> frozenset[str]:
-    """The names of what PEFT writes of a model, and of what it computes that from (virtual tokens, weights that count
-    most): as itself chooses them, of tensors without values."""
+    """The names of tensors that PEFT writes of a model, and of those from which it computes these (virtual tokens,
+    weights that count most): its own choice, on tensors without values."""
     from peft import get_peft_model_state_dict
 
     stands = {name: torch.empty(place.global_shape, device="meta") for name, _, place in _named(model)}

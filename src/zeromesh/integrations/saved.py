@@ -20,7 +20,7 @@ def checkpoints_of(
 ) -> Checkpoints:
     """Checkpoints of a sharded model and of the optimizers that update it.
 
-    What lies frozen beneath PEFT's adapters came from files of its own, so it is left out; a load compares it.
+    A model that lies frozen beneath PEFT's adapters came from files of its own, so it is left out; loads compare it.
     """
     own = [optimizer for optimizer in optimizers if updates(optimizer, engine_of(model))]
     return Checkpoints(directory, model, own, keep=1, frozen=_freezes_beside_adapters(model))

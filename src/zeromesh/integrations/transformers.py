@@ -4,10 +4,10 @@
 
     trainer = Trainer(model=model, args=args, train_dataset=data, sharding=zm.Sharding(strategy=..., mesh=...))
 
-Everything else stays as it was. The model is sharded where training, evaluation or prediction begins, so that what the
-constructor of a Trainer does to a model (adapters, fused heads, reference models) is done before.
+Everything else stays as it was. The model is sharded where training, evaluation or prediction begins, so that all
+that the constructor of a Trainer does to a model (adapters, fused heads, reference models) is done before.
 
-A checkpoint is what the Trainer writes, with the model as `from_pretrained` takes it, and in the place of
+A checkpoint is the Trainer's own, with the model as `from_pretrained` takes it, and in the place of
 `optimizer.pt` a directory of `zm.Checkpoints` with masters and optimizer states, which loads on other ranks and under
 other strategies.
 """
@@ -66,7 +66,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         sharding: how. Where it says no `param_dtype`, `bf16=True` and `fp16=True` of the arguments do.
 
     Raises:
-        InputError: the arguments ask for another way of sharding too, or for what cannot be done to slices.
+        InputError: the arguments ask for another way of sharding too, or for work that cannot be done to slices.
         ModelError: the model is sharded already.
         OptimizerError: the optimizer mixes elements of a parameter, or was made before the model is sharded.
         MeshError: the mesh has another number of ranks than the job.
@@ -243,7 +243,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         return int(self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size)
 
     def _require_same_samples(self, checkpoint: str, state: dict[str, Any]) -> None:
-        """The Trainer counts what was trained on in this run's steps."""
+        """The Trainer counts samples in this run's steps."""
         saved, own = state.get(SAMPLES), self._samples_per_step()
         if saved != own and not self.args.ignore_data_skip:
             raise CheckpointError(

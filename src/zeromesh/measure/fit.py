@@ -1,8 +1,8 @@
 """A line through timings: seconds = latency + bytes / rate, and how far it can be trusted.
 
 Timings of one size scatter upwards, so each size is represented by its median. The rate is that of least squares over
-absolute errors, which the longest messages decide; the latency is what it leaves of the shorter ones. One fit of both
-would let short messages tilt the rate: their noise is larger in proportion, and what a shaped link has saved up lets
+absolute errors, which the longest messages decide; the latency is the rest that it leaves of the shorter ones. One fit
+of both would let short messages tilt the rate: their noise is larger in proportion, and a shaped link's savings let
 them pass at once (a bucket of 128 KiB took 1 Gbit/s for up to 1.1). Trust comes from repetition: the same line is
 fitted through the first and the second half of the rounds, which saw different moments of the machine.
 """

@@ -1,9 +1,9 @@
 """Rates of the work that a training step consists of, on each rank while all others of its machine do the same.
 
 Products and attention are timed at the model's own shapes, and the engine's own passes over memory, copies of gradients
-and the optimizer's step, as it does them. What is left of a block's time in the engine, once theirs is taken off, is
-what its elementwise kernels take, all calls and the engine's hooks: that over the bytes which the cost model counts for
-them is their rate.
+and the optimizer's step, as it does them. The rest of a block's time in the engine, once theirs is taken off, is that
+of its elementwise kernels, all calls and the engine's hooks: the bytes which the cost model counts for them over that
+time are their rate.
 
 [Note: Far memory] Between two uses of a weight a step uses all others, their gradients and states. So weights come from
 where a model of that size leaves them, which for all but the smallest is beyond the caches, and activations that the
@@ -144,7 +144,7 @@ def _elementwise(ranks: Ranks, work: Work, dtype: str, others: tuple[Kernel, ...
     count = _blocks(ranks, work, dtype)
     blocks = Blocks(work.llama, count).to(ranks.device)
     param_dtype = None if dtype == "fp32" else DTYPES[dtype]
-    # A mesh of this rank alone: it trains for itself, on its share of what all have.
+    # A mesh of this rank alone: it trains for itself, on its share of the machine.
     mesh = DeviceMesh(ranks.device.type, torch.tensor([ranks.rank]), mesh_dim_names=("node",), _init_backend=False)
     model = zm.shard(blocks, mesh, "node=0", param_dtype=param_dtype, bucket_bytes=0)
     shape = (work.sequences, work.tokens, work.llama.hidden)
@@ -189,7 +189,7 @@ def _without_rest(dtype: str, kernels: tuple[Kernel, ...]) -> ComputeModel:
 
 
 def _gradients(ranks: Ranks, work: Work, dtype: str) -> Kernel:
-    """A block's, from where autograd leaves them to a buffer in fp32: copied, and added to what is there."""
+    """A block's, from where autograd leaves them to a buffer in fp32: copied, and added to its contents."""
     shapes = [parameter.shape for parameter in Blocks(work.llama, 1).parameters()]
     left, far = [_random(ranks, dtype, shape) for shape in shapes], _Far(ranks, work, "fp32")
     copied = _seconds(lambda: torch._foreach_copy_([far.take(*shape) for shape in shapes], left), ranks)
@@ -209,7 +209,7 @@ def _gradient_bytes(numel: int, dtype: str) -> int:
 
 
 def _optimizer(ranks: Ranks, elements: int, dtype: str) -> Kernel:
-    """With the cast of what it has changed, where the model does not compute in fp32."""
+    """With the cast of the changed parameters, where the model does not compute in fp32."""
     params = [nn.Parameter(torch.zeros(elements, device=ranks.device))]
     params[0].grad = torch.ones_like(params[0])
     optimizer = torch.optim.AdamW(params, fused=True)

@@ -62,7 +62,7 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def default_mesh(ranks: int) -> dict[str, int]:
-    """The levels of what runs: under torchrun nodes of its local ranks, else one node of `ranks`."""
+    """The levels of the launched ranks: under torchrun nodes of its local ranks, else one node of `ranks`."""
     launched = Launched.of(os.environ)
     if launched is None:
         return {"node": ranks}

@@ -30,7 +30,7 @@ MOST = 16
 """Ranks whose pairs are measured: 120 pairs take some seconds."""
 
 LONG_BYTES = 1 << 20
-"""Eight times what a shaped link lets pass at once after a pause, and little for one of 200 Mbit/s: 42 ms."""
+"""Eight times as much as a shaped link lets pass at once after a pause, and little for one of 200 Mbit/s: 42 ms."""
 
 MOST_TRIES = 8
 TRYING_S = 0.15
@@ -68,12 +68,12 @@ class Partition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The levels of what runs.
+    """The levels of the launched ranks.
 
     Args:
         mesh: sizes by name, outermost first.
-        sources: where each comes from, by name.
-        missing: what could not be found, or was found and is no level, a sentence each.
+        sources: who each comes from, by name.
+        missing: a sentence for each level that could not be found, and for each find that is no level.
     """
 
     mesh: Mapping[str, int]
@@ -140,7 +140,7 @@ def measure_pairs(ranks: Ranks, members: Sequence[int]) -> tuple[Distances, Dist
     """Seconds of a long message, and of a few bytes, between each two of `members`, one pair at a time; collective over
     all ranks.
 
-    The least of several, since whatever else happens makes a message later and never earlier.
+    The least of several, since all other events make a message later and never earlier.
     """
     pairs = list(combinations(members, 2))
     long = torch.zeros(LONG_BYTES // 4, device=ranks.device)
@@ -238,7 +238,7 @@ def levels_of(world: int, partitions: Sequence[Partition], *, node: int) -> Foun
 
 
 def _names(inside: int, outside: int) -> list[str]:
-    """Innermost first: the outermost inside a machine is `node`, what joins all machines `cluster`."""
+    """Innermost first: the outermost inside a machine is `node`, the one that joins all machines `cluster`."""
     inner = ["node", "package", *(f"package{index}" for index in range(2, inside))][:inside][::-1]
     outer = ["switch", *(f"switch{index}" for index in range(2, outside))][: max(0, outside - 1)]
     return [*inner, *outer, *(["cluster"] if outside else [])]

@@ -50,10 +50,10 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    """One operation at one size: what a round times.
+    """One operation at one size, which a round times.
 
     Args:
-        operation, sent_bytes: what, and what one rank sends.
+        operation, sent_bytes: its name, and how much one rank sends.
         call: does it once.
         repeats: calls in a sample.
     """
@@ -170,7 +170,7 @@ def _samples(group: AxisGroup, ranks: Ranks, budget_s: float, patience: float) -
             yield _Sample(operation=operation, sent_bytes=sent, call=call, repeats=repeats)
         used_s += this_s
         shortest_s = shortest_s or once_s
-        # By what longer messages take, since all of them wait for latencies alike; of some size, since those are noisy.
+        # By the time of longer messages, since all wait for latencies alike; of some size, since those are noisy.
         if LEAST_BYTES // 64 <= size < LEAST_BYTES and once_s > 2 * shortest_s:
             _require_time((once_s - shortest_s) / (size - SMALLEST_BYTES) * LEAST_BYTES, budget_s, patience)
         if size == largest or (size >= LEAST_BYTES and used_s + GROWTH * this_s > budget_s):
@@ -179,8 +179,8 @@ def _samples(group: AxisGroup, ranks: Ranks, budget_s: float, patience: float) -
 
 
 def _repeats(call: Call, ranks: Ranks) -> tuple[int, float]:
-    """How many calls a sample takes, and seconds of each: as many as it takes until what the barrier adds is no part of
-    what they were taken to be."""
+    """How many calls a sample takes, and seconds of each: as many as it takes until the seconds that the barrier
+    adds do not count."""
     repeats = 1
     while True:
         once = _agreed(min(_timed(call, repeats, ranks) for _ in range(2)))
@@ -202,7 +202,7 @@ def _require_time(round_s: float, budget_s: float, patience: float) -> None:
 
 def _calls(group: AxisGroup, size: int, workspace: torch.Tensor, device: torch.device) -> dict[str, tuple[Call, int]]:
     chunk = size // 4 // group.size
-    region = torch.zeros(chunk * group.size, device=device)  # what is summed again and again stays 0
+    region = torch.zeros(chunk * group.size, device=device)  # sums of it stay 0 again and again
     out = torch.empty(chunk, device=device)
     sent = 4 * chunk * (group.size - 1)
     return {
@@ -227,7 +227,7 @@ def _timed(call: Call, repeats: int, ranks: Ranks) -> float:
 
 
 def _agreed(seconds: float) -> float:
-    """The slowest rank's: what follows from it must be the same on all."""
+    """The slowest rank's: decisions that follow from it must be the same on all."""
     value = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return float(value)

@@ -34,7 +34,7 @@ class LevelProbe:
         host_s_per_byte: processor seconds for each byte sent; None where the device has no part in it.
         host_call_s: processor seconds of a collective besides.
         busy_latency_s: of a whole short collective while the ranks compute; None likewise.
-        curves: medians of what was timed, alone and beside computation, by bytes sent by one rank.
+        curves: medians of timings, alone and beside computation, by bytes sent by one rank.
     """
 
     name: str
@@ -64,7 +64,7 @@ class LevelProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A measured cluster: what the planner reads, and what it was made from."""
+    """A measured cluster: the file that the planner reads, and its measurements."""
 
     cluster: Cluster
     levels: tuple[LevelProbe, ...]
@@ -160,7 +160,7 @@ def measure(
 
 
 def from_raw(raw: Mapping[str, Any], mesh: Mesh, name: str) -> Probe:
-    """The probe of what the ranks have measured, over `mesh` or the levels that they have found."""
+    """The probe of the ranks' measurements, over `mesh` or the levels that they have found."""
     mesh = raw["found"]["mesh"] if "found" in raw else mesh
     levels = tuple(_level_probe(level, mesh[level], found) for level, found in raw["levels"].items())
     return Probe(cluster=_cluster(levels, raw, mesh, name), levels=levels, raw=raw)
@@ -221,14 +221,14 @@ def _cluster(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any], mesh: Mesh,
 
 
 def _level(name: str, size: int, found: LevelProbe | None, below: int, inside: list[Level]) -> Level:
-    if found is None:  # a single member: nothing is ever sent, so what stands here is as good as anything
+    if found is None:  # a single member: nothing is ever sent, so any rate is as good
         rate = inside[-1].bandwidth_bytes_per_s if inside else 1e9
         return Level(name=name, size=1, bandwidth_bytes_per_s=rate, latency_s=0.0, kind="loopback")
     host, beside = found.host_s_per_byte, found.busy_latency_s
     return Level(
         name=name,
         size=size,
-        # All ranks of a member have sent at once; the file wants what leaves the member.
+        # All ranks of a member have sent at once; the file wants the rate out of the member.
         bandwidth_bytes_per_s=found.bytes_per_s * below,
         latency_s=found.latency_s,
         kind="loopback",  # a rate of this kind is taken as it is, not as a data sheet's

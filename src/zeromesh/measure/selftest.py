@@ -4,9 +4,9 @@ predictions.
 Parity, bytes and memory decide the verdict. Times are reported, and marked where they are unlikely: a cluster that
 others use may be slow without being wrong.
 
-A check that raises ends the test, since ranks are out of step then: what was found so far, what was being checked and
-the error are the result. A bug report needs it most of all then. So the result file is there from the beginning, and
-the first rank writes it anew before each check: also where all processes are ended, it says what was being done.
+A check that raises ends the test, since ranks are out of step then: the findings so far, the check that ran and the
+error are the result. A bug report needs it most of all then. So the result file is there from the beginning, and
+the first rank writes it anew before each check: also where all processes are ended, it names the check that ran.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Check:
     """One line of the result.
 
     Args:
-        name: what was looked at.
+        name: of the check.
         status: "ok", "failed", or "look": unlikely, and not a reason to fail.
         detail: figures, in words.
     """
@@ -93,7 +93,7 @@ class Result:
 
 
 def strategies(mesh: Mesh) -> dict[str, str]:
-    """Layouts to try on a mesh, by what they stand for: every stage, and stages that differ between levels."""
+    """Layouts to try on a mesh, by name: every stage, and stages that differ between levels."""
     levels = list(mesh)[::-1]
     layouts = {f"all {stage}": dict.fromkeys(levels, stage) for stage in ("0", "1", "2", "3", "3d")}
     if sum(size > 1 for size in mesh.values()) > 1:
@@ -157,7 +157,7 @@ def _on_all_ranks(mesh: Mesh, output: Path, steps: int) -> Any:
     except Exception as error:
         if not is_first():
             raise
-        # A pipe, or /dev/null, does not give back what was noted.
+        # A pipe, or /dev/null, does not give back its contents.
         noted = json.loads(output.read_text()) if output.is_file() else _result(_nothing(mesh), (), 0.0, "").to_json()
         died = _failed("all ranks start, and live to the end", _words(error))
         return {**noted["raw"], "environment": noted["environment"], "checks": [*noted["checks"], died]}
@@ -173,7 +173,7 @@ def _write(output: Path, result: Result) -> None:
     """Whole, or not at all; raises InputError where the file cannot be written."""
     text, output = json.dumps(result.to_json(), indent=1) + "\n", output.resolve()
     try:
-        if output.exists() and not output.is_file():  # a pipe, say; what is no file is not replaced
+        if output.exists() and not output.is_file():  # a pipe, say, is not replaced
             output.write_text(text)
         else:
             write_whole(output, text)
@@ -201,7 +201,7 @@ def _words(error: Exception) -> str:
 
 
 def run(ranks: Ranks, *, steps: int, output: str) -> dict[str, Any]:
-    """The task of every rank. What raises ends it, and is the last of the checks; `output` says so far all the time."""
+    """The task of every rank. A check that raises ends it, as the last; `output` always has the findings so far."""
     mesh = dict(zip(ranks.mesh.mesh_dim_names or (), ranks.mesh.shape, strict=True))
     found = _nothing(mesh)
     doing = "environment"
@@ -221,7 +221,7 @@ def run(ranks: Ranks, *, steps: int, output: str) -> dict[str, Any]:
 
 
 def _work(ranks: Ranks, mesh: Mesh, steps: int, found: dict[str, Any]) -> Iterator[tuple[str, Callable[[], object]]]:
-    """All that is to be done, in order, each with a name; it puts what it finds into `found`."""
+    """All that is to be done, in order, each with a name; its findings go into `found`."""
     import torch.distributed as dist
 
     from zeromesh.launch.device import SHARE
@@ -256,7 +256,7 @@ def _all_words(ranks: Ranks, error: Exception) -> str:
         keys = [f"zeromesh/selftest/{rank}" for rank in range(ranks.world)]
         before = [store.get(key).decode() for key in keys if store.check([key])]
         store.set(keys[ranks.rank], said)
-    except Exception:  # the store may be what failed
+    except Exception:  # the store itself may have failed
         before = []
     return "; ".join([*before, said])
 
@@ -336,7 +336,7 @@ def _parity(difference: float) -> tuple[bool, str]:
 
 
 def _accounts(training: Any) -> tuple[bool, str]:
-    """Bytes that were sent and are held, beside what the schedule says: the mean of all ranks, and the worst."""
+    """Bytes that were sent and are held, beside those of the schedule: the mean of all ranks, and the worst."""
     import torch
     import torch.distributed as dist
 

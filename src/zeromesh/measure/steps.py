@@ -71,7 +71,7 @@ class Training:
 
     Args:
         ranks: all of them.
-        batch: what is trained.
+        batch: model and micro-batches.
         strategy: how it is sharded.
     """
 

@@ -26,7 +26,7 @@ class Work:
         name: of the model.
         dtypes: to measure.
         sequences, tokens: of a micro-batch, and of a sequence.
-        hidden, ffn, heads, head_dim: of a block; what is elementwise is measured on a Llama's with these.
+        hidden, ffn, heads, head_dim: of a block; elementwise kernels are measured on a Llama's with these.
         products: (rows of a token, inner, outer) of all products.
         elements: of all parameters.
     """

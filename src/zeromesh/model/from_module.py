@@ -1,8 +1,8 @@
 """Reads any `nn.Module`: run on fake tensors, twice, since some terms grow with the sequence. Imports torch.
 
-FLOPs are torch's own count of each operation (torch.utils.flop_counter); activation bytes are what autograd's
-saved-tensor hooks see, each storage once. FakeTensorMode runs on shapes alone; what small values a model asks for, and
-how they are known, is `module_values`'s.
+FLOPs are torch's own count of each operation (torch.utils.flop_counter); activation bytes are those that
+autograd's saved-tensor hooks see, each storage once. FakeTensorMode runs on shapes alone; the small values that a model
+asks for, and how they are known, are `module_values`'s.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ Measured = dict[str, UnitTrace]
 
 SHORT = ((61, 31), (17, 7), (3, 2))
 """Lengths of a sequence at which a module runs that computes one token after another: the first that take few enough
-operations. Primes, as `_prime` says. What does not grow with the tokens (the padding of a convolution) counts for 1/61,
-1/17 or 1/3 of each."""
+operations. Primes, as `_prime` says. A part that does not grow with the tokens (the padding of a convolution) counts
+for 1/61, 1/17 or 1/3 of each."""
 
 OWN_OPERATIONS = 300
 """Most operations of one call, without its children's. With more, and more than two a token, a module is a scan. A loop
-over as many experts is taken for one too; what it computes for a token is the same in short sequences."""
+over as many experts is taken for one too; its work for a token is the same in short sequences."""
 
 ALL_OPERATIONS = 100_000
 """Most operations of a forward: 12 s of a processor (November 2026). With more, the model counts as a scan too."""
@@ -136,9 +136,9 @@ def _fake_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _read(module: nn.Module, values: KnownValues, *, name: str, inputs: Any, seq_len: int, dtype: str) -> ModelSpec:
-    module = without_recomputation(module)  # what it saves and costs is added to this
+    module = without_recomputation(module)  # its savings and costs are added to this
     module.train()
-    values.assumed.clear()  # what was assumed while it was made
+    values.assumed.clear()  # those of the module's construction
     units = cut(module)
     if inputs is None:
         runs = _token_runs(module, units, values, seq_len)
@@ -163,7 +163,7 @@ def _token_runs(
     module: nn.Module, units: Sequence[CutUnit], values: KnownValues, seq_len: int
 ) -> list[tuple[int, Measured]]:
     """Runs of two lengths: the sequence's and half of it, or short ones of a module that computes one token after
-    another, as a scan without its kernel, since what it takes grows in line with the tokens.
+    another, as a scan without its kernel, since its work grows in line with the tokens.
 
     Primes first; a module that takes none, or is quicker with the very lengths (chunks), gets these, or the first one.
     """
@@ -377,14 +377,14 @@ def _with_inputs(specs: list[UnitSpec]) -> list[UnitSpec]:
 
 
 def _grouped(specs: list[UnitSpec]) -> list[UnitSpec]:
-    """Equal blocks that follow one another as one spec; what only the first of a row does (rotary tables) is kept."""
+    """Equal blocks that follow one another as one spec; work of the first of a row alone (rotary tables) is kept."""
     groups: list[list[UnitSpec]] = []
     for spec in specs:
         if groups and _alike(groups[-1][-1], spec):
             groups[-1].append(spec)
         else:
             groups.append([spec])
-    # The last one is the typical one: the first also holds what all share.
+    # The last one is the typical one: the first also holds all that they share.
     return [replace(group[-1], name=group[0].name, count=len(group)) for group in groups]
 
 

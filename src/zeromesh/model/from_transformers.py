@@ -104,7 +104,7 @@ def _build(fields: dict[str, Any], where: str) -> nn.Module:
 def trained_as(config: Any) -> Any:
     """The class of transformers that makes a config's model with the head that it is trained with.
 
-    An encoder may be made a decoder too, as BERT: a config that does not say its class is of what it is for.
+    An encoder may be made a decoder too, as BERT: without a class in its config, the first of `HEADS` that suits.
     """
     named = next(iter(config.architectures or ()), "")
     suits = [auto for auto in HEADS if type(config) in auto._model_mapping]

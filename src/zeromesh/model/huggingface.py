@@ -26,7 +26,7 @@ def read_config(path: Path, *, seq_len: int | None = None, dtype: str = "bf16") 
 
     Args:
         path: of the file.
-        seq_len: of what a model that has no reader here is run on, which needs it.
+        seq_len: of the input on which a model that has no reader here is run, which needs it.
         dtype: of compute and activations.
 
     Raises:

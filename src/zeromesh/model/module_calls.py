@@ -1,4 +1,4 @@
-"""Changes calls while a module runs on fake tensors, to what a real run would do. Imports torch."""
+"""Changes calls while a module runs on fake tensors, so that it does as a real run would. Imports torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FINITE = {"isnan": False, "isinf": False, "isfinite": True}
 
 
 class _Calls(TorchFunctionMode):
-    """Counts calls, knows that numbers are finite, casts as autocast would what takes no such dtypes, and has no
+    """Counts calls, knows that numbers are finite, casts as autocast would where dtypes do not fit, and has no
     dropout in attention: the CPU's fused one falls back to scores for it, where an accelerator's keeps a seed alone."""
 
     def __init__(self, values: KnownValues, dtype: torch.dtype, count: Callable[[], None]) -> None:
@@ -37,7 +37,7 @@ class _Calls(TorchFunctionMode):
         given = dict(kwargs or {})
         if func is torch.nn.functional.scaled_dot_product_attention:
             given["dropout_p"] = 0.0
-        if func is Tensor.__format__ and args[0].ndim == 0:  # torch writes what a fake one is, not its value
+        if func is Tensor.__format__ and args[0].ndim == 0:  # torch writes a fake one's kind, not its value
             return format(args[0].item(), *args[1:])
         name = getattr(func, "__name__", "")
         try:
@@ -52,7 +52,7 @@ class _Calls(TorchFunctionMode):
         """`func` in the module's dtype, or in fp32: of two dtypes at once, or of one that it has no kernel for."""
         name = func.__name__
         if name.endswith("_") and not name.endswith("__"):
-            raise error  # what it writes to may not be a copy
+            raise error  # its destination may not be a copy
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         given = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
         for dtype in (self._dtype, torch.float32):
@@ -92,7 +92,7 @@ def as_on_an_accelerator(values: KnownValues, dtype: torch.dtype, count: Callabl
     run leaves out; so it is told.
 
     Args:
-        values: of fake tensors, as far as they are known; learns of what is assumed.
+        values: of fake tensors, as far as they are known; learns of assumptions.
         dtype: of the module.
         count: called at each call of an operation.
     """
@@ -101,7 +101,7 @@ def as_on_an_accelerator(values: KnownValues, dtype: torch.dtype, count: Callabl
         if hasattr(masking, _PACKED):
             stack.enter_context(_replaced(masking, _PACKED, lambda position_ids: None))
         stack.enter_context(_replaced(nn.Module, "_apply", _cast_module))
-        stack.enter_context(_replaced(fake_tensor.log, "disabled", True))  # of what is tried in another dtype
+        stack.enter_context(_replaced(fake_tensor.log, "disabled", True))  # of attempts in another dtype
         stack.enter_context(_replaced(Distribution, "_validate_args", False))  # which asks whether numbers are in range
         stack.enter_context(_Calls(values, dtype, count))
         yield

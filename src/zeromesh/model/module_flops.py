@@ -1,4 +1,4 @@
-"""FLOPs of one operation, forward or backward: torch's own count, and what that does not know. Imports torch."""
+"""FLOPs of one operation, forward or backward: torch's own count, and kernels that it does not know. Imports torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float | None:
-    """None of what multiplies no matrices."""
+    """None for a function that multiplies no matrices."""
     packet = func.overloadpacket
     if packet in _OURS:
         return _OURS[packet](args)

@@ -1,4 +1,4 @@
-"""Runs a module once on fake tensors: what each unit computes, and what autograd keeps for it. Imports torch."""
+"""Runs a module once on fake tensors: each unit's operations, and the tensors that autograd keeps. Imports torch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class AttentionTrace:
 
     heads: tuple[int, int, int] | None = None  # of the first: query heads, key heads, head size
     flops: float = 0.0
-    causal_flops: float = 0.0  # of those, where a kernel may leave out what a causal mask hides
+    causal_flops: float = 0.0  # of those, where a kernel may leave out scores that a causal mask hides
     backward_flops: float = 0.0
     output_bytes: int = 0
 
@@ -127,7 +127,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
 
     @property
     def trace(self) -> UnitTrace:
-        """The running unit's; what the root does after the head has run is the loss, and the head's."""
+        """The running unit's; the root's work after the head has run is the loss, and the head's."""
         return self.traces.setdefault(self._unit_stack[-1] or self._after_head, UnitTrace())
 
     def __torch_dispatch__(
@@ -243,7 +243,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
             self.pack(tensor)
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Counts what autograd saves, each storage once, for the unit that saved it first."""
+        """Counts the tensors that autograd saves, each storage once, for the unit that saved it first."""
         key = storage_of(tensor)
         if key not in self._saved and key not in self._weights:
             self._saved.add(key)
@@ -331,7 +331,7 @@ def trace(
     """One forward and backward of `module` on `inputs`, inside a FakeTensorMode.
 
     Args:
-        values: of fake tensors, as far as they are known; learns those of `inputs`, and of what the module computes.
+        values: of fake tensors, as far as they are known; learns those of `inputs` and of results.
         inputs: by keyword, and "*" for a tuple of positional ones; of those that are no fake tensors the values count.
         most: operations that it may run; None for any number.
 

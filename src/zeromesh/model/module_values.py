@@ -1,9 +1,9 @@
-"""Values beside fake tensors: what a model computes from lengths, ids and masks alone, so that it may ask for them.
+"""Values beside fake tensors: those computed from lengths, ids and masks alone, so that a model may ask for them.
 
 A model in eager mode asks its data small things: whether a mask hides anything, how many tokens an expert has. Fake
-tensors hold no values. So what does not depend on weights is computed for real as well, as long as it is small. What a
-router chooses does depend on them: as in every other prediction, tokens are taken to spread evenly over what there is
-to choose from. All numbers are finite. Any other yes or no that weights decide is a no, and `assumed` says where; a
+tensors hold no values. So results that do not depend on weights are computed for real as well, as long as they are
+small. A router's choices do depend on them: as in every other prediction, tokens are taken to spread evenly over all
+that it may choose. All numbers are finite. Any other yes or no that weights decide is a no, and `assumed` says where; a
 number or a shape that they decide is not known. Imports torch.
 """
 
@@ -49,7 +49,7 @@ class KnownValues:
         self.assumed: dict[str, None] = {}  # in order, each once
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
-        """From now on `value` is what `tensor` holds."""
+        """From now on `tensor` holds `value`."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._values:
             self._values[storage._cdata] = {}
@@ -57,18 +57,18 @@ class KnownValues:
         self._values[storage._cdata][_place(tensor)] = value
 
     def assume(self, sentence: str) -> None:
-        """Notes for the user what is taken for granted."""
+        """Notes for the user that this is taken for granted."""
         self.assumed[sentence] = None
 
     def fill(self, tensor: Tensor, value: float) -> None:
-        """From now on `value` is all that `tensor` holds, unless what it holds is known."""
+        """From now on `tensor` holds `value` alone, unless its values are known."""
         if tensor.numel() <= LARGEST and not self._knows(tensor):
             with unset_fake_temporarily():
                 real = torch.full(tensor.shape, value, dtype=tensor.dtype)
             self.learn(tensor, real)
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`func` on fake tensors, and beside them on what they hold.
+        """`func` on fake tensors, and beside them on their values.
 
         Raises:
             DataDependentOutputException: it asks for values that are not known.
@@ -164,7 +164,7 @@ class KnownValues:
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    """Learns the values of what is made while it is entered, but of floating-point numbers: weights are large."""
+    """Learns the values of tensors made while it is entered, but of floating-point numbers: weights are large."""
 
     def __init__(self, values: KnownValues) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's

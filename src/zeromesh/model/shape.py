@@ -1,4 +1,4 @@
-"""The numbers that define a decoder-only transformer, whatever file or preset they came from."""
+"""The numbers that define a decoder-only transformer, of a file or a preset."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "mpt": MPT}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """Which operations run as one kernel: it decides what autograd keeps.
+    """Which operations run as one kernel: it decides which tensors autograd keeps.
 
     An unfused RMS norm is a chain of fp32 operations and keeps its input a second time in fp32; a fused one keeps its
     input and one statistic. Unfused attention keeps the scores. A fused gated activation computes again in its backward
@@ -138,7 +138,7 @@ _MOST = {
     "experts": 10_000,
     **dict.fromkeys(("hidden", "heads", "ffn", "vocab", "kv_heads", "head_dim", "max_positions", "window"), 1 << 24),
 }
-"""Several times what any published model has. Each layer is a unit, which the simulator steps through."""
+"""Several times those of any published model. Each layer is a unit, which the simulator steps through."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

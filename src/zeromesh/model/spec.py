@@ -1,14 +1,14 @@
 """A model as data: tensors, matrix products and activations, unit by unit.
 
-A *unit* is what is gathered and released together (the engine cuts a module by the same rule, see `UnitKind`). Equal
-units that follow one another are one `UnitSpec` with a count, so a model of 80 equal blocks is planned as one block.
+A *unit* is gathered and released as a whole (the engine cuts a module by the same rule, see `UnitKind`). Equal units
+that follow one another are one `UnitSpec` with a count, so a model of 80 equal blocks is planned as one block.
 
 All quantities "per token" belong to one token of one sequence and cover one unit of the `count`. Activations are in
 the compute dtype that the spec was built for.
 
-[Note: what counts as a FLOP] A multiply-add is two. `forward_flops` and `backward_flops` are what the hardware does:
-causal attention counts in full, as in torch's own counter, and a fused attention's backward counts five products for
-the forward's two, since it computes the scores again. `ModelSpec.model_flops_per_token` is what MFU credits instead.
+[Note: FLOPs] A multiply-add is two. `forward_flops` and `backward_flops` are those of the hardware: causal attention
+counts in full, as in torch's own counter, and a fused attention's backward counts five products for the forward's two,
+since it computes the scores again. `ModelSpec.model_flops_per_token` are those that MFU credits instead.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, 
 class UnitKind(StrEnum):
     """How a unit takes part in a step.
 
-    EMBEDDING and HEAD exist only where the two weights are not tied. ROOT holds what belongs to no other unit, and
-    what is tied across units; it is entered before all others and left after them, and what it computes (the last
-    norm, a tied head) is computed after the last block.
+    EMBEDDING and HEAD exist only where the two weights are not tied. ROOT holds all that belongs to no other unit
+    or is tied across units; it is entered before all others and left after them, and its computation (the last norm, a
+    tied head) follows the last block.
     """
 
     ROOT = "root"
@@ -78,7 +78,7 @@ class MatmulSpec:
     """`count` products of [rows_per_token * tokens, inner] with a weight [inner, outer].
 
     `trainable_share` is the share of the weight that needs a gradient: the backward pass always computes the input's
-    gradient, and the weight's only for that share. `returned` is the share of both that is computed: none of what ran
+    gradient, and the weight's only for that share. `returned` is the share of both that is computed: none where it ran
     without gradients or led to nothing but a choice, half where the input needs none. `dtype` is None where it is the
     model's own.
     """
@@ -109,7 +109,7 @@ class AttentionSpec:
 
     A query sees `window` tokens where the layer is windowed, else the whole sequence. `fused` is a kernel that keeps
     no scores and computes them again in its backward (FlashAttention-2, arXiv 2307.08691, section 3.1.2). `causal` is
-    the share of it where such a kernel leaves out what a causal mask hides; with any other mask it computes all.
+    the share of it where such a kernel leaves out scores that a causal mask hides; with any other it computes all.
     `layers`: of such attention in the unit, in FLOPs. `returned`: the share of it that a backward comes back to.
     """
 
@@ -152,10 +152,10 @@ class PerToken:
 class ActivationSpec:
     """Bytes per token of one unit.
 
-    output: what the unit hands to the next. saved: what stays from forward to backward under each recomputation (a
-    block alone is recomputed; the other units save the same under all three). working: what its backward needs beside
-    that at its peak, gradients of activations above all. elementwise: read and written in the forward pass outside
-    matrix products and attention, for operations that memory bandwidth bounds.
+    output: handed to the next unit. saved: stays from forward to backward under each recomputation (a block alone is
+    recomputed; the other units save the same under all three). working: the need of its backward beside that at its
+    peak, gradients of activations above all. elementwise: read and written in the forward pass outside matrix products
+    and attention, for operations that memory bandwidth bounds.
     """
 
     output: float
@@ -175,7 +175,7 @@ class ActivationSpec:
                 return self.saved_full
 
     def keeping(self, per_token: float) -> ActivationSpec:
-        """With so much more saved, whatever is recomputed."""
+        """With so much more saved under every recomputation."""
         more = PerToken(constant=per_token)
         return replace(
             self,
@@ -210,7 +210,7 @@ class CollectiveSpec:
 class UnitSpec:
     """`count` equal units in a row, described once. `name` is the module path of the first.
 
-    `returned`: a backward comes back to it; what comes before all that trains has none. Its `ModelSpec` says so.
+    `returned`: a backward comes back to it; units before all that trains have none. Its `ModelSpec` says so.
     `num_params`, `num_trainable`: elements of one of the units.
     """
 
@@ -220,7 +220,7 @@ class UnitSpec:
     activations: ActivationSpec
     matmuls: tuple[MatmulSpec, ...] = ()
     attention: AttentionSpec | None = None
-    other_forward_flops: float = 0.0  # per token: what is neither, such as a convolution
+    other_forward_flops: float = 0.0  # per token: of neither, such as a convolution
     other_backward_flops: float = 0.0
     count: int = 1
     collectives: tuple[CollectiveSpec, ...] = ()  # where the model is cut inside of a data-parallel rank
@@ -244,7 +244,7 @@ class UnitSpec:
         return self.num_params - self.num_trainable
 
     def forward_flops(self, seq_len: int) -> float:
-        """Per token; see [Note: what counts as a FLOP]."""
+        """Per token; see [Note: FLOPs]."""
         attention = self.attention.forward_flops(seq_len) if self.attention else 0.0
         return sum(matmul.forward_flops for matmul in self.matmuls) + attention + self.other_forward_flops
 
@@ -285,7 +285,7 @@ class UnitSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltFrom:
-    """A transformer's shape with its kernels, and what of it trains, as `with_trainable` takes it."""
+    """A transformer's shape with its kernels, and the choice of its trained part, as `with_trainable` takes it."""
 
     shape: TransformerShape
     kernels: Kernels
@@ -298,8 +298,8 @@ class ModelSpec:
 
     `max_seq_len` is set where positions are looked up and a longer sequence cannot run. `whole_bytes` are of frozen
     parameters that are in no unit, since every rank holds them whole. `built_from` is set where the model is one of
-    `zeromesh.model.transformer`: what it takes to build one rank's part of it. `assumed`: sentences on what reading it
-    took for granted, where a run may differ.
+    `zeromesh.model.transformer`, to build one rank's part of it. `assumed`: sentences on assumptions of its reader,
+    where a run may differ.
     """
 
     name: str
@@ -354,7 +354,7 @@ class ModelSpec:
     def peak_activation_bytes(self, seq_len: int, recomputation: Recomputation) -> float:
         """Per token, at the worst point of the backward pass, units leaving in reverse order.
 
-        While unit i runs its backward, what the units before it saved is alive, and i's own peak.
+        While unit i runs its backward, all that the units before it saved is alive, and i's own peak.
         """
         alive_before = 0.0
         peak = 0.0
@@ -366,8 +366,8 @@ class ModelSpec:
 
 
 def _before_what_trains(units: tuple[UnitSpec, ...]) -> list[UnitSpec]:
-    """No gradient flows into these. What trains of the root beside vectors (a tied embedding, learned positions) is
-    used before all blocks."""
+    """No gradient flows into these. Matrices of the root that train (a tied embedding, learned positions) are used
+    before all blocks."""
     order = in_execution_order(units)
     roots = (unit for unit in units if unit.kind is UnitKind.ROOT)
     early = any(tensor.trainable and len(tensor.shape) > 1 for root in roots for tensor in root.tensors)

@@ -20,7 +20,7 @@ from zeromesh.model.spec import (
 
 
 def with_trainable(model: ModelSpec, choice: str) -> ModelSpec:
-    """`model` with another choice of what trains.
+    """`model` with another choice of the part that trains.
 
     Args:
         choice: `all`; a fraction in (0, 1], of the rows of every tensor, in a stack of experts of each, which is how

@@ -1,8 +1,9 @@
 """From the numbers of a transformer to its `ModelSpec`.
 
-Activation bytes follow what autograd keeps, operation by operation, in the Hugging Face implementation of the family
-(transformers 5, eager mode, scaled-dot-product attention); `Kernels` changes the two operations where fused kernels
-are common. With h = hidden, q and v the query's and one key's sizes, f = ffn, w the compute dtype's bytes, per token:
+Activation bytes follow the tensors that autograd keeps, operation by operation, in the Hugging Face implementation of
+the family (transformers 5, eager mode, scaled-dot-product attention); `Kernels` changes the two operations where fused
+kernels are common. With h = hidden, q and v the query's and one key's sizes, f = ffn, w the compute dtype's bytes, per
+token:
 
 - RMS norm, unfused: the input in fp32 (4h), its normalised copy (wh), the output (wh, the next product's input).
   RMS norm fused, layer norm: the input (wh) and the output (wh). Statistics: 4 bytes each.
@@ -14,7 +15,7 @@ are common. With h = hidden, q and v the query's and one key's sizes, f = ffn, w
 - head: its input (wh), the labels, the logits (wV, alive as the module's output) and the loss's copies (`LOSSES`).
 
 [Note: Tensor parallel] Of t ranks each has 1/t of the heads, of f and of V (arXiv 1909.08053), which are then the sizes
-above; what has h elements a token is whole, or with sequence parallelism 1/t of it (arXiv 2205.05198), but for the
+above; a tensor of h elements a token is whole, or with sequence parallelism 1/t of it (arXiv 2205.05198), but for the
 inputs of the products after a norm: they are gathered. In each half of a block and in each direction t ranks sum h
 elements a token once: an all-reduce, or with sequence parallelism a gather before and a reduce-scatter after, which
 send as much. Embedding and head together have as many as one half.
@@ -83,7 +84,7 @@ def _of_one_rank(shape: TransformerShape, tp: int) -> TransformerShape:
 
 
 def _spread(parallel: Parallel) -> int:
-    """Into how many parts what has h elements a token is cut."""
+    """Into how many parts a tensor of h elements a token is cut."""
     return parallel.tp if parallel.sequence_parallel else 1
 
 
@@ -315,7 +316,7 @@ def _block_activations(
     kept_products = sum(
         width * m.outer * m.rows_per_token * m.count for m in matmuls[0 : -1 if kernels.graph else None : 2]
     )
-    if spread > 1:  # the policy keeps what the two reduce-scatters leave too
+    if spread > 1:  # the policy keeps the results of the two reduce-scatters too
         kept_products += 2 * boundary
     kept_attention = width * shape.query_size + _FP32 * shape.heads if _fused(shape, kernels) else 0.0
     active_ffn = shape.ffn * max(1, shape.experts_per_token)

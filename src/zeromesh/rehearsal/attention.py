@@ -1,8 +1,8 @@
 """An attention kernel for the virtual device, as the devices that it stands for have one.
 
 Torch composes `scaled_dot_product_attention` of products where a device brings none, and keeps every head's scores for
-the backward: other memory and other kernels than a GPU's. This one knows shapes alone: what a fused kernel takes, makes
-and keeps.
+the backward: other memory and other kernels than a GPU's. This one knows shapes alone: those that a fused kernel takes,
+makes and keeps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PLACE = "AutogradPrivateUse1"
 
 @cache
 def fuse_attention() -> Any:
-    """Gives it to the device of this process; kept as long as what is returned."""
+    """Gives it to the device of this process; kept as long as the returned library."""
     library: Any = torch.library.Library("zeromesh", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it so
     inputs = "Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal"
     library.define(f"scaled_dot_product({inputs}) -> (Tensor, Tensor)")

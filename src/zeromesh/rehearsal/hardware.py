@@ -1,4 +1,4 @@
-"""The device and links that a rehearsal is timed on, and what fits into the device's memory."""
+"""The device and links that a rehearsal is timed on, and the size of the device's memory."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Hardware:
     Args:
         cluster: of the mesh's sizes; its levels are the mesh's axes.
         constants: of the cost model.
-        kernels: what kernels take.
-        transfers: what collectives take.
+        kernels: times of kernels.
+        transfers: times of collectives.
     """
 
     cluster: Cluster

@@ -1,9 +1,9 @@
-"""Seconds of a kernel on a given device, from what it computes and moves.
+"""Seconds of a kernel on a given device, from its FLOPs and bytes.
 
-[Note: Kernels] Matrix products and attention take what their FLOPs take, by torch's own formulas
+[Note: Kernels] Matrix products and attention take the time of their FLOPs, by torch's own formulas
 (`torch.utils.flop_counter`) and the constants with which plans are made: [Note: Shape classes] of `zeromesh.cost`.
-Every other kernel takes what its bytes take: it reads each argument and writes each result once. What is only a view of
-another tensor counts what there is of it in memory.
+Every other kernel takes the time of its bytes: it reads each argument and writes each result once. A view of another
+tensor counts its own bytes in memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOOK_UP = (aten.embedding, aten.index, aten.index_select, aten.gather, aten.tak
 """They read of their table as much as they write."""
 
 _OVERWRITE = (aten.copy_, aten.fill_, aten.zero_, aten._foreach_copy_, aten._foreach_zero_, aten.normal_, aten.uniform_)
-"""They do not read what they write."""
+"""They do not read their destination."""
 
 _BACKWARD = "backward"
 
@@ -60,7 +60,7 @@ class KernelModel:
         Args:
             function: the operator; None for a copy, which has none, from the first argument to the second.
             args: all of its arguments, in the order of its schema.
-            result: what it has returned.
+            result: its return value.
             backward: whether it is a part of a backward, whose matrix products run at another rate.
         """
         formula = None if function is None else _formula(function)
@@ -119,7 +119,7 @@ def moved_bytes(function: OpOverload | None, args: Sequence[Any], result: Any) -
         writes = declared.alias_info is not None and declared.alias_info.is_write
         written += size if writes else 0
         read += 0 if writes and (packet in _OVERWRITE or declared.is_out) else size
-    return read + (written or made)  # what is written in place is returned too
+    return read + (written or made)  # tensors that are written in place are returned too
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:

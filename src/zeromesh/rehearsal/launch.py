@@ -28,7 +28,7 @@ def rehearse_config(
 
     Args:
         path, overrides: of the configuration, as `zeromesh train` takes them.
-        world: that the mesh must have; 0 for whatever it has.
+        world: that the mesh must have; 0 for any.
         ranks: at least one.
 
     Raises:

@@ -29,7 +29,7 @@ def rehearse(
     """Rehearses your own training step as one rank of any number, without a GPU and without other ranks.
 
     The engine is the real one, on a virtual device that reserves memory and does not touch it; kernels know shapes
-    alone, and collectives are counted. Whatever the step reads of the device is 0. The device is this process's
+    alone, and collectives are counted. All that the step reads of the device is 0. The device is this process's
     accelerator from then on, so rehearse in a process of its own.
 
     Args:

@@ -12,7 +12,7 @@ from zeromesh.units import format_bytes
 Phase = Literal["build", "shard", "forward", "recompute", "backward", "optimizer", "other"]
 
 COMPUTE = "compute"
-"""The lane of whatever is on no lane: the model's own kernels, and what is issued beside them."""
+"""The lane of all that is on no lane of the engine: the model's own kernels, and others issued beside them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class Memory:
 
     @property
     def activations_bytes(self) -> int:
-        """At the peak, beside what is in use between steps."""
+        """At the peak, beside the memory in use between steps."""
         return max(0, self.peak.allocated_bytes - self.rest_bytes)
 
     @property
@@ -182,11 +182,11 @@ class Rehearsal:
         axes: traffic.
         launches: by unit and lane, of a step.
         blocks: names of the block units.
-        races, early_frees: what the checker has found.
+        races, early_frees: findings of the checker.
         host_reads: by line of code.
         calls: the collectives of a step, in order.
-        failures: what would fail, and where.
-        host_s: of a step: what the host does on this machine, whose kernels compute shapes alone.
+        failures: errors to come, and where.
+        host_s: of a step: the host's work on this machine, whose kernels compute shapes alone.
         step_s: of a step on the cluster; None without one.
         exposed_s: of that, while the computation waits for communication.
         trace: of the step.

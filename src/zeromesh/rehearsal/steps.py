@@ -1,9 +1,9 @@
-"""Takes steps of a sharded model on the virtual device, and says what they would do.
+"""Takes steps of a sharded model on the virtual device, and reports on them.
 
-[Note: Steps] The first step makes what later ones find: the optimizer's states, the order of units. The second is taken
-as it is, and timed: the host's seconds, of its processor, since nothing here is waited for. The third is checked for
-races, early frees and host reads. The fourth and fifth are recorded for the timeline, which is in a steady state from
-the first one's refreshes on: the fifth's is shown. Peaks are those of all of them, and of `zm.shard`.
+[Note: Steps] The first step makes all that later ones find: the optimizer's states, the order of units. The second is
+taken as it is, and timed: the host's seconds, of its processor, since nothing here is waited for. The third is checked
+for races, early frees and host reads. The fourth and fifth are recorded for the timeline, which is in a steady state
+from the first one's refreshes on: the fifth's is shown. Peaks are those of all of them, and of `zm.shard`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Peaks:
 
 
 class Stage:
-    """Where one rank rehearses: what is built, sharded and stepped here is watched.
+    """Where one rank rehearses: models that are built, sharded and stepped here are watched.
 
     Args:
         cluster: of the mesh's sizes; None for no timeline.
@@ -127,7 +127,7 @@ class Stage:
         with self.places.follow(engine):
             try:
                 self._take(step, model, engine, found)
-            except Exception as error:  # the user's code: whatever it raises is what it would raise
+            except Exception as error:  # the user's code: it would raise the same on a cluster
                 found.failures.append(f"in {self.places.now}: {_said(error)}")
         return self._result(engine, model, optimizer, found, rank)
 

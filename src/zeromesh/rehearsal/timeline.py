@@ -1,4 +1,4 @@
-"""When what a step has issued would run on a device: streams with virtual clocks, and a host that runs ahead of them.
+"""When the kernels of a step would run on a device: streams with virtual clocks, and a host that runs ahead of them.
 
 [Note: Clocks of streams] The host issues one thing after another. A kernel or collective starts when its stream has
 done all before it and the host has issued it; a stream that waits for an event goes on when the event's stream has come
@@ -125,7 +125,7 @@ class _Queued:
     """Something in a stream.
 
     Args:
-        item: what it is.
+        item: the thing itself.
         issued_s: since when it has been there.
         rows: of the step that issued it.
         left_s: of a kernel that runs, undisturbed seconds.
@@ -168,7 +168,7 @@ class _Device:
             self.launched.append(queued)
 
     def mark(self, stream: int, rows: _Rows) -> _Mark:
-        """The end of what the stream has been given so far."""
+        """The end of all that the stream has been given so far."""
         mark = _Mark()
         self.put(stream, mark, rows)
         return mark
@@ -188,9 +188,9 @@ class _Device:
             self.settle()
 
     def settle(self) -> None:
-        """All that needs no time: what is over leaves its stream, what may begin does."""
+        """All that needs no time: items that are over leave their streams, those that may begin do."""
         moved = True
-        while moved:  # what one stream comes to may let another go on
+        while moved:  # the progress of one stream may let another go on
             held = len(self.launched)
             moved = False
             for number, stream in self.streams.items():

@@ -19,7 +19,7 @@ from zeromesh.rehearsal.attention import fuse_attention
 
 @contextmanager
 def virtual_rank(mesh: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
-    """The mesh whose other ranks are taken to hold, and to say, what this one does.
+    """The mesh whose other ranks are taken to hold, and to say, the same as this one.
 
     Args:
         mesh: sizes by axis name, outermost first.

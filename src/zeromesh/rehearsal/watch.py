@@ -1,4 +1,4 @@
-"""Hears of everything that a step issues on the virtual device, and keeps what counts and timelines are made of."""
+"""Hears of everything that a step issues on the virtual device, and keeps the material of counts and timelines."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Watch:
         issued: everything, for `replay`.
         launches: by (unit, lane).
         calls: the collectives.
-        host_s: processor seconds of the recording, less what this object has taken.
+        host_s: processor seconds of the recording, less this object's own.
         step_s: of that, the last step's.
     """
 
@@ -83,7 +83,7 @@ class Watch:
     _left_s: float = field(default_factory=time.process_time)
 
     def begin(self) -> None:
-        """A step begins: what was counted was another's."""
+        """A step begins: all counts so far were another's."""
         self.launches.clear()
         self.calls.clear()
         self.step_s = -self.host_s
@@ -137,7 +137,7 @@ class Watch:
         )
 
     def _collective(self, sent: recorder.Collective) -> None:
-        axis = sent.group.rpartition(" ")[0]  # our groups say which axis they are of, and what they are for
+        axis = sent.group.rpartition(" ")[0]  # our groups say their axis and their purpose
         axis = axis if axis in self.axes else EVERYONE
         self.calls.append(Call(axis=axis, operation=sent.name, sent_bytes=sent.sent_bytes))
         self._launched()
@@ -179,7 +179,7 @@ def whole_bytes(operation: Operation, ranks: int, sent_bytes: float) -> float:
 
 @cache
 def _operator(name: str) -> OpOverload | None:
-    """The operator of a full name; None for a copy, which the device tells of by what it copies alone."""
+    """The operator of a full name; None for a copy, which the device tells of by its two tensors alone."""
     if "::" not in name or name == "aten::copy_":
         return None
     namespace, _, rest = name.partition("::")

@@ -163,7 +163,7 @@ class Chains:
         return replace(whole, seconds=whole.seconds + waits) if waits else whole
 
     def _with_copies(self, cost: CollectiveCost, numel: int, wire: str) -> CollectiveCost:
-        """They take longer; what they take of the computation is in its rates, which were fitted beside such copies."""
+        """They take longer; their burden on the computation is in its rates, which were fitted beside such copies."""
         if not self.mechanics.copies:
             return cost
         moved = 2 * self.mechanics.copies * wire_bytes(numel, wire)
@@ -172,7 +172,7 @@ class Chains:
     def _boundary(self, route: Route) -> list[Work]:
         if self.mechanics.owners != "broadcast" or not route.steps:
             return self._works(route, "reduce")
-        # Every rank gets the whole sum and drops what it does not own.
+        # Every rank gets the whole sum and drops the parts that it does not own.
         first = route.steps[0]
         return [self._joined([step.axis for step in route.steps], "all_reduce", first.numel, first.wire, "reduce")]
 
@@ -192,7 +192,7 @@ class Chains:
 
 
 def _ring_shares(sizes: Sequence[int]) -> list[float]:
-    """Share of a ring's edges that cross each axis, innermost first: what an average rank sends on it."""
+    """Share of a ring's edges that cross each axis, innermost first: an average rank sends as much on it."""
     members = [prod(sizes[i:]) for i in range(len(sizes) + 1)]
     edges = [float(here - above) for here, above in pairwise(members)]
     edges[-1] += 1.0  # the ring closes over the outermost axis

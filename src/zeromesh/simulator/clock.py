@@ -1,6 +1,6 @@
 """The schedule's back end on a virtual clock.
 
-[Note: Host] The host issues what the device carries out, in the same order, and takes a time of its own for every
+[Note: Host] The host issues the device's work, in the same order, and takes a time of its own for every
 transfer. As long as the device computes for longer than that, the host is ahead and nothing is seen of it; but it is
 ahead by no more than the launches that the device's driver queues. Where units are small it falls behind, and the
 device stands still until the host has issued the transfer that comes before its next computation. A step begins with
@@ -23,7 +23,7 @@ from zeromesh.strategy.stage import HOST
 from zeromesh.trace import Event
 
 Signature = tuple[float, list[InLane]]
-"""How far the host is ahead, and what is in flight."""
+"""How far the host is ahead, and all that is in flight."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Totals:
         return Totals(self.compute_s, Counter(self.exposed_s), Counter(self.sent_bytes))
 
     def add_difference(self, later: Totals, earlier: Totals, times: int) -> None:
-        """Adds `times` times what happened between two copies."""
+        """Adds `times` times the difference of two copies."""
         self.compute_s += times * (later.compute_s - earlier.compute_s)
         for mine, new, old in (
             (self.exposed_s, later.exposed_s, earlier.exposed_s),
@@ -66,7 +66,7 @@ class ClockBackend:
     """Carries out ops by letting a virtual clock run. Ticket: the job.
 
     Args:
-        chains: what each op of each unit sends.
+        chains: the transfers of each op of each unit.
         mechanics: of the engine.
         unit_names: for the trace.
         record: keep events.
@@ -92,7 +92,7 @@ class ClockBackend:
         self.record = record
         self.network = Network(self._finished, cores, implicit=mechanics.launch_order == "implicit")
         self.host = host
-        self.host_s = 0.0  # it has issued what it has until then
+        self.host_s = 0.0  # the end of all that it has issued
         self.totals = Totals()
         self.events: list[Event] = []
         self.micro_batch = -1
@@ -177,7 +177,7 @@ class ClockBackend:
             self._let_end(job)
 
     def idle(self, axis: str, name: str, seconds: float) -> None:
-        """Lets the device wait for what is none of its own: other ranks of a pipeline, or its host."""
+        """Lets the device wait for others: ranks of a pipeline, or its host."""
         start = self.now_s
         self.network.idle(seconds)
         if seconds > 0:

@@ -69,9 +69,9 @@ class MicroBatchSeconds:
     """Seconds of one micro-batch on one rank.
 
     Args:
-        forward, backward: what it waits for inside of units included, and recomputation in the backward.
-        waiting: of both, what it waits for.
-        weights: of the backward, what only gradients of weights need.
+        forward, backward: with its waits inside of units, and with recomputation in the backward.
+        waiting: of both, its waits.
+        weights: of the backward, the part that only gradients of weights need.
     """
 
     forward: float
@@ -102,8 +102,8 @@ class MicroBatchSeconds:
 
 
 def collecting_seconds(buffers: Iterable[BufferLayout], compute: ComputeModel, *, alone: bool) -> tuple[float, float]:
-    """In which what autograd leaves of a unit's gradients is copied to where it is reduced; and in later micro-batches,
-    where it is added to the accumulator if it does not wait in a slot. The first is never the longer.
+    """In which the gradients that autograd leaves of a unit are copied to where they are reduced; and in later
+    micro-batches, where they are added to the accumulator if it does not wait in a slot. The first is never the longer.
 
     Args:
         buffers: of the unit.

@@ -1,8 +1,8 @@
 """A model and a cluster as data-parallel ranks see them, where other parallelisms cut both.
 
-What is simulated is one rank's part of the model on what is left of the cluster: the strategy's stages lie over the
-data-parallel ranks (cp among them, [Note: Mesh] of `zeromesh.parallel`), the collectives of the other axes are
-what the units' computation waits for. So there is no second simulator, and with every degree 1 nothing is different.
+Simulated is one rank's part of the model on its part of the cluster: the strategy's stages lie over the
+data-parallel ranks (cp among them, [Note: Mesh] of `zeromesh.parallel`), the units' computation waits for the
+collectives of the other axes. So there is no second simulator, and with every degree 1 nothing is different.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Division:
         parallel: the degrees.
         whole: the model.
         parts: of it, one for each kind of rank of a pipeline, by rank; one alone where there is no pipeline.
-        cluster: what is left of it for data parallelism.
+        cluster: the part of it that is left for data parallelism.
         groups: of each parallelism that cuts, by name, its ranks: on each level, how many.
     """
 
@@ -65,7 +65,7 @@ class Division:
         """Cuts both.
 
         Raises:
-            InputError: a degree does not divide what it cuts, or the model's shape is not known.
+            InputError: a degree does not divide its dimension, or the model's shape is not known.
         """
         if not parallel.cuts:
             part = Part(rank=0, count=1, model=model)
@@ -247,7 +247,7 @@ def _of_pipeline_rank(model: ModelSpec, parallel: Parallel, rank: int) -> ModelS
     merged = [replace(block, count=len(list(same))) for block, same in groupby(own)]
     first, last = rank == 0, rank == parallel.pp - 1
     spread = parallel.tp if parallel.sequence_parallel else 1
-    # Between stages goes what blocks hand on, there and back, and a rank waits for it.
+    # Stages hand on the output of blocks, and its gradient back, and a rank waits for them.
     message = CollectiveSpec(axis="pp", operation="broadcast", elements=model.hidden / spread, times=parallel.pp_chunks)
     roots = [_root_of(unit, first, last) for unit in model.units if unit.kind is UnitKind.ROOT] or [NOTHING]
     roots[0] = replace(roots[0], collectives=(*roots[0].collectives, message, replace(message, backward=True)))

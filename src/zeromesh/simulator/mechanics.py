@@ -11,8 +11,8 @@
 - deepspeed (ZeRO, ZeRO++): over the whole group, on one communicator; parameters are gathered module by module with a
   prefetch of 5e7 elements (`stage3_prefetch_bucket_size`), less than one product of a large model, so a block takes
   several gathers, each with its latency, and compute waits for them (DeepSpeed#1174); the
-  gather of updated parameters at the end of a step is not hidden (#3338, #6876), reductions are (#6876). What the host
-  takes for a gather is known of 2021's alone (130 us before and 250 us to launch: #1069), and left out. Quantised
+  gather of updated parameters at the end of a step is not hidden (#3338, #6876), reductions are (#6876). The host's
+  time for a gather is known of 2021's alone (130 us before and 250 us to launch: #1069), and left out. Quantised
   wires: flat gathers, hierarchical all-to-all for gradients (arXiv 2306.10209).
 - amsp (arXiv 2311.00257, InternEvo): whole tensors belong to ranks, so gradients are all-reduced over all axes that
   replicate parameters and dropped where not owned, and updated parameters are broadcast, once per owner, under the
@@ -44,7 +44,7 @@ class Mechanics:
         gather_numel: elements that one gather of parameters has at most; 0: a unit is gathered as a whole.
         host_gather_s: that the device stands still for the host to issue a gather of parameters.
         copies: full-size copies beside each gather and each reduction.
-        collects: the computation copies what autograd leaves of gradients to where they are reduced.
+        collects: the computation copies autograd's gradients to where they are reduced.
         planned: reduce buffers are allocated once; False: they come and go with each unit's backward.
         workspace: collectives work in memory of their own, allocated once.
         bucket_bytes: up to which neighbouring units are joined where no parameters are sharded.

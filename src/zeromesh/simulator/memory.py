@@ -1,4 +1,4 @@
-"""Device memory over a step: what is allocated once, and activations as they come and go."""
+"""Device memory over a step: allocations for all of it, and activations as they come and go."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOMENTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBytes:
-    """Peak memory of one device, by what it holds; `overhead` is context, communicators and allocator."""
+    """Peak memory of one device, by its purpose; `overhead` is context, communicators and allocator."""
 
     params: float
     grads: float
@@ -67,7 +67,7 @@ def unreduced_bytes(schedule: Schedule, specs: Sequence[Sequence[UnitSpec]], *, 
 
     Args:
         schedule: of the units.
-        specs: what each unit holds.
+        specs: the contents of each unit.
         planned: autograd leaves the unit's gradients, which are then copied into memory that is there; else it adds
             each to reduce buffers that come and go: the unit's own, and one more in flight.
     """
@@ -91,7 +91,7 @@ def memory_bytes(schedule: Schedule, activations: float, overhead: Overhead, *, 
     """Everything on one device at the peak.
 
     Args:
-        activations: what comes and goes, at its most.
+        activations: memory that comes and goes, at its most.
         overhead: of the process.
         planned: reduce buffers are allocated once, so they are part of `buffers`, not of `activations`.
     """
@@ -109,9 +109,9 @@ def memory_bytes(schedule: Schedule, activations: float, overhead: Overhead, *, 
 class Activations:
     """Bytes of activations at each moment of a micro-batch.
 
-    A unit's forward leaves what it saves. Its backward holds that, what was recomputed, its working memory and the
+    A unit's forward leaves saved tensors. Its backward holds these, recomputed ones, its working memory and the
     gradients that autograd makes before they are copied to where they are reduced; then all of it goes. The root's last
-    norm has run between blocks and head: what it has saved goes when the head's backward ends, although the schedule,
+    norm has run between blocks and head: its saved tensors go when the head's backward ends, although the schedule,
     in which the root encloses all others, opens it first.
     """
 
@@ -145,7 +145,7 @@ class Activations:
         self._set(self.now + extra + self.gradients[unit], at_s)
 
     def leave_backward(self, unit: int, before: float, at_s: float) -> None:
-        """The unit's backward has ended; `before` is what `now` was when it was entered."""
+        """The unit's backward has ended; `before` is `now` as it was when it was entered."""
         self._set(before - self._freed[unit], at_s)
 
     def pass_through(self, returned: Collection[int], root: int = 0) -> None:

@@ -2,10 +2,10 @@
 
 A lane carries out its jobs in the order of issue, one at a time. A job is latency, then a transfer that keeps each
 level's links busy for a known time if it is alone. Jobs of different lanes run at once; where together they ask for
-more of a level's links than there is, they slow down in proportion. Compute slows down by what the running jobs take
-of the device together, and as far as it waits for memory by what they move there (`zeromesh.cost.contention`). Where
-the processor that computes also moves the bytes (`cores`), it is a resource like a level's links, of which compute asks
-for a core: together they slow down in proportion.
+more of a level's links than there is, they slow down in proportion. Compute slows down by the share of the device that
+the running jobs take together, and as far as it waits for memory by the bytes that they move there
+(`zeromesh.cost.contention`). Where the processor that computes also moves the bytes (`cores`), it is a resource like a
+level's links, of which compute asks for a core: together they slow down in proportion.
 
 [Note: Launch order] NCCL may keep collectives of all communicators of a device in the order in which the host launched
 them (NCCL_LAUNCH_ORDER_IMPLICIT): each begins once all before it have begun. One that waits for its lane then holds up
@@ -35,7 +35,7 @@ _SHORTEST_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One collective: what it is for the trace, and what it costs alone."""
+    """One collective: its names for the trace, and its cost alone."""
 
     name: str
     axes: tuple[str, ...]
@@ -64,7 +64,7 @@ class Job:
         chain: carried out one after another.
         after: a job that must have ended first.
         unit, micro_batch: for the trace.
-        work: of the chain, what it is at once it has begun.
+        work: of the chain, the collective that runs, once it has begun.
     """
 
     chain: tuple[Work, ...]
@@ -154,7 +154,7 @@ class Network:
     # ---- one event at a time
 
     def _running(self, *, computing: bool) -> tuple[list[tuple[Job, float]], Load]:
-        """The jobs that run, with the seconds of what each is at, its latency or its transfer, over what is left of it;
+        """The jobs that run, with the seconds of each one's latency or transfer, whichever runs, over those left of it;
         and, where several ask for the same, by level the share of its links: above 1 all who ask slow down."""
         active = self._active()
         load: Load = {}

@@ -1,16 +1,17 @@
-"""Whole tensors on their owners: Muon's matrices of a model's blocks, and with `ownership="owners"` whatever else AdamW
+"""Whole tensors on their owners: Muon's matrices of a model's blocks, and with `ownership="owners"` all else that AdamW
 would step on in slices, which is AMSP's own setting (arXiv 2311.00257).
 
-[Note: Ways to owners] Who owns what, what owners keep and how long the slowest of them takes is one description for all
-engines, with the functions by which `zm.by_owner` chooses and cuts. How tensors come to their owners and back is the
-engine's (`Mechanics.owners`):
+[Note: Ways to owners] Who owns which tensor, which values owners keep and how long the slowest of them takes is one
+description for all engines, with the functions by which `zm.by_owner` chooses and cuts. How tensors come to their
+owners and back is the engine's (`Mechanics.owners`):
 
 - exchange (ours): gradients are reduced to state shards, and parameters refreshed from them, as for slices. In between
-  parts go from shards to owners and back, bucket by bucket. Beside its shard an owner keeps the values of what does not
-  lie there as a whole.
-- broadcast (amsp): what a rank owns is its state shard. Sums of gradients come to all who have the same parameters, who
-  drop what they do not own; each owner broadcasts its updated parameters, as the refresh. All that is trained has an
-  owner. Of tensors that are sharded as parameters there are parts alone, each with an owner of its own.
+  parts go from shards to owners and back, bucket by bucket. Beside its shard an owner keeps the values of tensors that
+  do not lie there as a whole.
+- broadcast (amsp): a rank's own tensors are its state shard. Sums of gradients come to all who have the same
+  parameters, who drop those that they do not own; each owner broadcasts its updated parameters, as the refresh. All
+  that is trained has an owner. Of tensors that are sharded as parameters there are parts alone, each with an owner of
+  its own.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class OwnedTensors:
             the same parameters.
         buckets: in which they are stepped.
         held_bytes: by owner: its states, and the values that it keeps.
-        sliced_bytes: what AdamW on slices has of the same tensors where they have this.
-        room_bytes: by owner: what comes to it in a step and goes with it, at its most.
+        sliced_bytes: the same for AdamW on slices of the same tensors.
+        room_bytes: by owner: memory that comes in a step and goes with it, at its most.
     """
 
     optimizer: str
@@ -136,7 +137,7 @@ def owned_tensors(
                 optimizer="muon",
                 wanted=is_matrix,
                 cost=newton_schulz_flops,
-                # And a pass over what is owned.
+                # And a pass over all owned elements.
                 seconds=lambda shape: newton_schulz_s(compute, shape) + compute.optimizer(prod(shape)),
                 state_bytes=ITEM_BYTES[workload.grad_dtype],
             )
@@ -258,7 +259,7 @@ def _slowest_s(tensors: Sequence[Placement], owners: Owners, stepping: _Stepping
 
 
 def _bucket(schedule: Schedule, parts: Sequence[Part], dtypes: tuple[str, str], step_s: float) -> Bucket:
-    """With what an average rank sends."""
+    """With the bytes that an average rank sends."""
     layout = schedule.layout
     ranks = layout.degree(layout.significant)
     moved: Counter[str] = Counter()

@@ -44,10 +44,10 @@ class OwnersShare:
         num_tensors: that it steps on.
         ranks: that share them.
         balance: the largest share of work, in times of the mean.
-        bound: of the same, what no choice is below.
+        bound: of the same, a lower bound for every choice.
         fullest: the rank, of those, that holds most.
         held_bytes: there: states, and values that it keeps.
-        sliced_bytes: what AdamW on slices has of the same tensors instead, on each.
+        sliced_bytes: the same for AdamW on slices of the same tensors, on each.
     """
 
     optimizer: str

@@ -1,6 +1,6 @@
 """Simulates one training step: the engine's schedule, driven point by point on a virtual clock.
 
-Micro-batches repeat: once what is in flight at the end of one is what was in flight at the end of the one before, all
+Micro-batches repeat: once the same is in flight at the end of one as at the end of the one before, all
 that follow are alike, and only the last is simulated again (it reduces to the state shard). This is exact: equal
 states have equal futures.
 """
@@ -100,10 +100,10 @@ def simulate_divided(
     memory_margin: float = DEFAULT_MARGIN,
     record: bool = False,
 ) -> Simulation:
-    """`simulate` of what is cut already, each kind of rank of a pipeline by itself.
+    """`simulate` of parts that are cut already, each kind of rank of a pipeline by itself.
 
-    A rank is idle for what one micro-batch takes on all the others (`Parallel.bubble_s`); with equal ranks that is what
-    the schedules' papers say, and with unequal ones the step of the slowest, which all wait for, is
+    A rank is idle for the time of one micro-batch on all the others (`Parallel.bubble_s`); with equal ranks that is the
+    figure of the schedules' papers, and with unequal ones the step of the slowest, which all wait for, is
     (m - 1) * longest + sum of all.
     """
     found = []
@@ -258,7 +258,7 @@ class Setup:
         return tuple(value for value, specs in zip(values, self.specs, strict=True) for _ in specs)
 
     def recomputed(self) -> frozenset[int]:
-        """The parts whose forward is repeated in the backward, whatever they are joined with."""
+        """The parts whose forward is repeated in the backward, alone or joined with others."""
         recomputation = self.workload.recomputation
         return frozenset(index for index, spec in enumerate(self.parts()) if spec.recomputes(recomputation))
 
@@ -358,7 +358,7 @@ def without_host(workload: FixedWorkload, mechanics: Mechanics) -> list[str]:
 
 
 def _require_parts(strategy: Strategy, workload: FixedWorkload, mechanics: Mechanics) -> None:
-    """Raises InputError for parts with a layout of their own beside what knows one for all."""
+    """Raises InputError for parts with a layout of their own where all must have one."""
     cut = [f"a model that is cut by {workload.parallel}"] if workload.parallel.cuts else []
     named = [*without_host(workload, mechanics), *cut]
     if strategy.parts and named:
@@ -393,7 +393,7 @@ class Step:
         self._entered: dict[int, float] = {}
 
     def run(self) -> Totals:
-        """Runs the step; the clock ends at `step_s` less what was skipped."""
+        """Runs the step; the clock ends at `step_s` less the skipped seconds."""
         self._updated()
         skipped_s, skipped = self._micro_batches()
         for buckets in self.setup.schedule.buckets:
@@ -420,7 +420,7 @@ class Step:
             self.backend.drain()
 
     def _micro_batches(self) -> tuple[float, list[tuple[Totals, Totals, int]]]:
-        """Runs them all, or skips those that are alike; returns the seconds and totals of what was skipped."""
+        """Runs them all, or skips those that are alike; returns the seconds and totals of those skipped."""
         count = self.setup.micro_batches
         before: object = None
         done = 0

@@ -1,8 +1,8 @@
 """States that come back in a step, so that not all of a long row of equal blocks has to be simulated.
 
-[Note: Rows] In a row of equal blocks a phase, one micro-batch's forward or backward, comes back to what it was before:
-what is in flight, what lies in which slot and what is known of the units around is the same as some blocks ago, seen
-from the block that runs now. Equal states have equal futures, so any number of blocks more repeats what lies between.
+[Note: Rows] In a row of equal blocks a phase, one micro-batch's forward or backward, comes back to an earlier state:
+all that is in flight, lies in slots and is known of the units around is the same as some blocks ago, seen from the
+block that runs now. Equal states have equal futures, so any number of blocks more repeats the ones between.
 A few are simulated and looked through for such a state in every phase; if each has one, the step with all blocks is
 theirs plus that many repetitions, and exact. Slots take turns, so states can only be equal where the same slots are
 next (`period`). Where a queue grows from block to block, no state comes back, and all blocks have to be simulated.

@@ -22,9 +22,9 @@ def schedule_units(
     parts: Sequence[str] = (),
     shares: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[tuple[Unit, ...], tuple[tuple[UnitSpec, ...], ...]]:
-    """The units that the engine would cut `model` into, root first, each with the description of what it holds: one
+    """The units that the engine would cut `model` into, root first, each with the description of its contents: one
     unit of the model, or several neighbours, joined up to `bucket_bytes`. The root is there also where it holds
-    nothing: it is what is open for the whole of a step.
+    nothing: it is open for the whole of a step.
 
     Args:
         model: of which every tensor has the name that it has in the engine.

@@ -27,7 +27,7 @@ class FixedWorkload:
         grad_dtype: of the accumulated gradient.
         master_dtype: of the optimizer's copy.
         optimizer: adamw, or muon for the matrices of blocks and adamw for the rest.
-        ownership: what adamw steps on: slices, or whole tensors that each have an owner. Muon's always have.
+        ownership: whether adamw steps on slices, or on whole tensors that each have an owner. Muon's always have.
         parallel: by how many ranks the model is cut beside data.
 
     Raises:
@@ -70,7 +70,7 @@ class FixedWorkload:
         """Micro-batches of one step on each of `world` data-parallel ranks.
 
         Raises:
-            ConfigError: the batch does not divide; says what uneven shares would cost, and the nearest that divide.
+            ConfigError: the batch does not divide; says how much uneven shares would cost, and the nearest that divide.
             InputError: they do not fill the pipeline.
         """
         at_once = self.micro_batch_tokens * world
