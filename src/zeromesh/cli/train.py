@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeromesh.errors import InputError, ZeromeshError
-from zeromesh.integrations.elastic import EXIT_PREEMPTED, noticing_sigterm, was_asked
+from zeromesh.integrations.elastic import EXIT_PREEMPTED, asked_by, noticing
 
 if TYPE_CHECKING:
     from zeromesh.launch.failure import Failure
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from zeromesh.train import TrainConfig
 
 EXIT_INPUT = 2
+
+SIGNALS = signal.SIGTERM, signal.SIGINT
+"""Signals that end a run after its step."""
 
 GRACE_S = 10.0
 """Time for the other ranks to end by themselves once one has: to report their own error, or to finish saving."""
@@ -37,12 +41,18 @@ def train(
 ) -> None:
     """Train a language model: alone, on local processes that it starts, or as one of torchrun's processes.
 
-    The exit code is 0 when the run is done, 2 when the configuration is wrong, 75 when the run was preempted and has
-    saved its state (run the same command again), and 1 for anything else.
+    Ctrl-C and SIGTERM end the run after its step, and save; a second one ends it at once. The exit code is 0 when the
+    run is done, 2 when the configuration is wrong, 130 after Ctrl-C and 75 after SIGTERM (run the same command again to
+    go on), and 1 for anything else.
     """
     from zeromesh.launch.failure import end_process
 
     code = run(config, overrides or [])
+    if code == EXIT_PREEMPTED:
+        if "RANK" not in os.environ:  # a launcher's command is not known
+            given = [word for override in overrides or () for word in ("--set", override)]
+            print(f"to go on: {shlex.join(['zeromesh', 'train', str(config), *given])}", flush=True)
+        code = 128 + signal.SIGINT if asked_by() == signal.SIGINT else code
     if code == 1:
         end_process(code)
     if code:
@@ -74,7 +84,7 @@ def run(path: Path, overrides: Sequence[str]) -> int:
     elif config.world > 1:
         return run_local(config)
     # From here on, since to import torch takes seconds.
-    with noticing_sigterm(), nullcontext() if launched else make_folder() as directory:
+    with noticing(*SIGNALS, twice=not launched), nullcontext() if launched else make_folder() as directory:
         try:
             return _run_rank(config, directory and directory / RENDEZVOUS)
         except ZeromeshError:
@@ -97,7 +107,7 @@ def run_local_rank(store_file: Path | None, *, config: str) -> None:
     """The task of each local rank."""
     from zeromesh.train import TrainConfig
 
-    with noticing_sigterm():
+    with noticing(signal.SIGTERM):
         code = _run_rank(TrainConfig.model_validate_json(config), store_file)
     if code:
         sys.exit(code)
@@ -113,16 +123,15 @@ def run_local(config: TrainConfig) -> int:
     from zeromesh.launch.processes import local_launches, run_ranks
 
     options, restarts = {"config": config.model_dump_json()}, config.faults.restarts
-    with noticing_sigterm():
+    with noticing(*SIGNALS, twice=True):
         for number in range(restarts + 1):
             with make_job(f"{__name__}:{run_local_rank.__name__}", options, prints=False) as job:
                 launches = local_launches(job.command, config.world, {"TORCHELASTIC_RESTART_COUNT": str(number)})
                 results = run_ranks(launches, grace_s=GRACE_S, asks=True)
-                saved = was_asked() and config.checkpoint.every > 0
-                ending = verdict(results, job.failures(), preempted=saved)
+                ending = verdict(results, job.failures(), preempted=asked_by() > 0)
             if ending.reason:
                 print(ending.reason, file=sys.stderr, flush=True)
-            if not ending.again or number == restarts or was_asked():
+            if not ending.again or number == restarts or asked_by():
                 break
             print(f"zeromesh: restart {number + 1} of {restarts}", file=sys.stderr, flush=True)
     return ending.code
@@ -143,7 +152,7 @@ def verdict(results: Sequence[RankResult], failures: Sequence[Failure], *, preem
     Args:
         results: of each rank's process.
         failures: the cause first.
-        preempted: whether the ranks were told to save and end, and can save.
+        preempted: whether the ranks were told to save and end.
 
     Raises:
         InputError: the first failure was one.

@@ -10,6 +10,7 @@ A Trainer has no way back from a step, so there is no roll back: start it again 
 from __future__ import annotations
 
 import math
+import signal
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from transformers import TrainerCallback
 
 from zeromesh.engine.api import clip_grad_norm_, engine_of, zero_grad
 from zeromesh.errors import NonFiniteError
-from zeromesh.integrations.elastic import EXIT_PREEMPTED, NonFinite, describe, noticing_sigterm, was_asked
+from zeromesh.integrations.elastic import EXIT_PREEMPTED, NonFinite, asked_by, describe, noticing
 from zeromesh.observe.replicas import check_replicas
 
 
@@ -55,7 +56,7 @@ class Faults(TrainerCallback):  # type: ignore[misc]  # mypy does not follow tra
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._preempted = False
-        self._noticing.enter_context(noticing_sigterm())
+        self._noticing.enter_context(noticing(signal.SIGTERM))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         norm = float(clip_grad_norm_(model, math.inf))
@@ -71,7 +72,7 @@ class Faults(TrainerCallback):  # type: ignore[misc]  # mypy does not follow tra
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:
         reduce = engine_of(model).control.reduce
-        self._preempted = bool(reduce(torch.tensor([float(was_asked())], device=args.device)))
+        self._preempted = bool(reduce(torch.tensor([float(asked_by() > 0)], device=args.device)))
         if self._preempted:
             control.should_save = control.should_training_stop = True
         every = self._digest_every

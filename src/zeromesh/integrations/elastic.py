@@ -1,4 +1,4 @@
-"""Runs that go on: after SIGTERM, after a loss that is not finite, and on another number of ranks. Torch-free.
+"""Runs that go on: after a signal, after a loss that is not finite, and on another number of ranks. Torch-free.
 
 `zeromesh train` and the Trainer's callback (`zeromesh.integrations.callback`) share this module.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from zeromesh.errors import InputError, MeshError, NonFiniteError
 from zeromesh.strategy import Strategy, layouts_of
 
 EXIT_PREEMPTED = 75
-"""Exit code of a process that has saved because SIGTERM asked for it: run the same command again."""
+"""Exit code of a process that has saved because a signal asked for it: run the same command again."""
 
 Remedy = Literal["stop", "skip", "rollback"]
 
@@ -78,57 +79,61 @@ def _candidates(sizes: Sequence[int], world: int) -> Iterator[tuple[int, ...]]:
                 yield (size, *rest)
 
 
-# ---- SIGTERM
+# ---- signals
 
-# Set by the handler and read between steps: collectives are under way when the signal comes, and all ranks must end
+# Added to by the handler and read between steps: collectives are under way when a signal comes, and all ranks must end
 # after the same step.
-_asked = threading.Event()
+_came: list[int] = []
 _acts: list[Callable[[], None]] = []  # called by the handler
 
 
 @contextmanager
-def noticing_sigterm() -> Iterator[None]:
-    """Notes SIGTERM instead of ending the process. Does nothing outside the main thread, which alone gets signals."""
+def noticing(*numbers: int, twice: bool = False) -> Iterator[None]:
+    """Notes signals instead of ending the process. Does nothing outside the main thread, which alone gets signals.
+
+    Args:
+        numbers: of the signals.
+        twice: whether a second one raises SystemExit. A rank that a launcher started may get one signal from several
+            senders.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _asked.clear()
-    before: Any = signal.signal(signal.SIGTERM, _notice)
+
+    def notice(number: int, _frame: FrameType | None) -> None:
+        if twice and _came:
+            sys.exit(128 + number)
+        if twice:
+            start = "\n" * (number == signal.SIGINT)  # behind the terminal's ^C
+            os.write(2, f"{start}zeromesh: ending after this step, and saving; a second signal ends at once\n".encode())
+        _came.append(number)
+        for act in _acts:
+            act()
+
+    _came.clear()
+    before: Any = {number: signal.signal(number, notice) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
-def on_sigterm(act: Callable[[], None]) -> Iterator[None]:
-    """Calls `act` when SIGTERM comes inside; at once if it has come already, since `noticing_sigterm` began."""
+def when_asked(act: Callable[[], None]) -> Iterator[None]:
+    """Calls `act` when a signal comes inside; at once if one has come already, since `noticing` began."""
     _acts.append(act)
     try:
-        if was_asked():
+        if asked_by():
             act()
         yield
     finally:
         _acts.remove(act)
 
 
-def was_asked() -> bool:
-    """Whether SIGTERM has come since `noticing_sigterm` began."""
-    return _asked.is_set()
-
-
-def end_at_once() -> None:
-    """Lets SIGTERM end a process that cannot save: now if the signal has come already, else when it comes."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is _notice:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if was_asked():
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _notice(_number: int, _frame: FrameType | None) -> None:
-    _asked.set()
-    for act in _acts:
-        act()
+def asked_by() -> int:
+    """The first signal that has come since `noticing` began; 0 for none."""
+    return _came[0] if _came else 0
 
 
 # ---- losses and gradients that are not finite

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from zeromesh.errors import ConfigError, RanksFailedError
-from zeromesh.integrations.elastic import EXIT_PREEMPTED, on_sigterm
+from zeromesh.integrations.elastic import EXIT_PREEMPTED, when_asked
 
 #: Called with rank, "stdout" or "stderr", and one line without its end, as soon as the line is there.
 OnLine = Callable[[int, str, str], None]
@@ -89,8 +89,8 @@ def run_ranks(
         grace_s: between SIGTERM (of a run, the first failure) and SIGKILL.
         stop_on_failure: end the others when one fails, as torchrun does.
         on_line: sees each line as it comes.
-        asks: of a run, whose ranks print to this process's own output, and save and end on SIGTERM, which is handed on
-            inside of `noticing_sigterm`.
+        asks: of a run, whose ranks print to this process's own output, and save and end on SIGTERM, which they get
+            when a signal comes inside of `noticing`.
 
     Raises:
         ConfigError: a program that it needs is not there.
@@ -101,7 +101,7 @@ def run_ranks(
     try:
         for launch in launches:
             job.start(launch)
-        with on_sigterm(job.ask_running) if asks else contextlib.nullcontext():
+        with when_asked(job.ask_running) if asks else contextlib.nullcontext():
             while job.running:
                 job.turn()
     finally:

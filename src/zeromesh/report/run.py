@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 from array import array
 from collections import deque
@@ -301,6 +302,13 @@ def comparison(memory: Sequence[Sequence[MemoryLine]], traffic: Sequence[Sequenc
             f"predicted and measured {verdict}",
         ]
     )
+
+
+def places(directory: Path) -> str:
+    """A line that names what lies in a run's directory, as a path from here where that is shorter."""
+    files = {"page": "run.html", "metrics": "metrics.jsonl", "checkpoints": "checkpoints"}
+    found = {name: directory / file for name, file in files.items() if (directory / file).exists()}
+    return ", ".join(f"{name} {min(str(path), os.path.relpath(path), key=len)}" for name, path in found.items())
 
 
 def _sender(line: TrafficLine) -> str:

@@ -20,7 +20,7 @@ from zeromesh.checkpoint.run import RunCheckpoints
 from zeromesh.engine.api import accumulate, clip_grad_norm_, engine_of, zero_grad
 from zeromesh.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
 from zeromesh.files import require_writable, write_whole
-from zeromesh.integrations.elastic import NonFinite, describe, end_at_once, mesh_text, was_asked
+from zeromesh.integrations.elastic import NonFinite, asked_by, describe, mesh_text
 from zeromesh.integrations.language_models import causal_language_model, continuation, require_pretrained, seed_of_rank
 from zeromesh.launch.device import device_name
 from zeromesh.launch.ranks import Ranks, collective, from_first, on_every
@@ -28,7 +28,7 @@ from zeromesh.model import Recomputation
 from zeromesh.observe.replicas import check_replicas
 from zeromesh.observe.report import gathered, memory_report, traffic_report
 from zeromesh.planner import Workload
-from zeromesh.report.run import RunReport, StepMetrics, comparison
+from zeromesh.report.run import RunReport, StepMetrics, comparison, places
 from zeromesh.sharding import shard
 from zeromesh.strategy import Plan
 from zeromesh.trace import MemoryLine
@@ -190,22 +190,21 @@ class Trainer:
         self._stop_asked = False
 
     def run(self) -> bool:
-        """Runs all steps that are left; False if a signal ended the run after it has saved.
+        """Runs all steps that are left; False if a signal ended the run, after it has saved what it had done.
 
         Raises:
             NonFiniteError, MismatchError: on all ranks, after what was being saved is complete.
         """
-        run, saves = self.config.run, self.config.checkpoint.every > 0
-        if not saves:
-            end_at_once()
+        run = self.config.run
         begun = self._resume()
         # Made only now that nothing can be wrong with the input any more.
         from_first(self._make_directory, "waiting for rank 0 to make run.directory")
         lines = self._header(begun)
         self._note("\n".join(lines))
-        asked = torch.full((), float(was_asked()), device=self.ranks.device)
-        if saves and self._summed("agreeing to start", asked) > 0:
+        asked = torch.full((), float(asked_by() > 0), device=self.ranks.device)
+        if self._summed("agreeing to start", asked) > 0:
             self.checkpoints.close()
+            self._note("stopped before a step")
             return False
         if self.ranks.rank == 0:
             self._report = RunReport(
@@ -225,12 +224,13 @@ class Trainer:
             if self._report:
                 self._report.close()
         if done < run.steps:
-            return False
-        if begun < done:
+            self._note(f"stopped and saved after step {done} of {run.steps}")
+        elif begun < done:
             self._note(f"\n{comparison(self.memory, gathered(self.traffic.lines()))}{self.counts.summary()}")
-        if run.export is not None:
+        if run.export is not None and done == run.steps:
             self._export(run.export)
-        return True
+        self._note(places(run.directory))
+        return done == run.steps
 
     def step(self, step: int) -> StepOutcome:
         """One optimizer step over the step's global batch; without the optimizer if loss or norm is not finite."""
@@ -239,7 +239,9 @@ class Trainer:
         self.model.train()
         loss_sum = self._forward_backward(self.counts.batch(step))
         norm = clip_grad_norm_(self.model, self.config.optimizer.clip_norm or float("inf"))
-        asked = torch.full_like(loss_sum, self._stop_asked or was_asked())  # by a kernel: a copy waits for the device
+        asked = torch.full_like(
+            loss_sum, self._stop_asked or asked_by() > 0
+        )  # by a kernel: a copy waits for the device
         totals = self._summed("adding up the loss", torch.stack([loss_sum, asked]))
         # Before the optimizer's step: all ranks must decide alike whether there is one.
         loss, stops, grad_norm = torch.stack([*totals, norm.to(totals)]).tolist()
@@ -292,7 +294,7 @@ class Trainer:
                     if every:
                         self.checkpoints.prepare()
                 self._write_samples(done)
-                stops = every > 0 and outcome.stop
+                stops = outcome.stop and done < steps
                 saves = stops or (every > 0 and (done % every == 0 or done == steps))
                 if digests and (done % digests == 0 or saves):
                     check_replicas(self.model, self.optimizer)

@@ -77,6 +77,26 @@ def test_a_stopped_rank_is_named_the_run_restarted_and_saved_when_preempted(dire
     assert code == 75, errors
 
 
+def test_ctrl_c_ends_the_step_and_saves_also_without_checkpoints(directory: Path) -> None:
+    """And says where all is, and how to go on."""
+    settings = ("checkpoint.every=0", "faults.restarts=0", "run.steps=4")
+    code, output, errors = train(directory, ["interrupt 1 0 3"], *settings)
+    assert code == 130 and "ending after this step, and saving" in errors, errors
+    *_, stopped, where, command = output.splitlines()
+    assert stopped == "stopped and saved after step 3 of 4"
+    assert where == "page out/run.html, metrics out/metrics.jsonl, checkpoints out/checkpoints"
+    assert all((directory / place.split(" ")[1]).exists() for place in where.split(", "))
+    assert command.startswith("to go on: zeromesh train ") and command.endswith("--set run.steps=4")
+    code, output, errors = train(directory, [], *settings)
+    assert code == 0 and "step-00000003 after step 3" in output and output.splitlines()[-1] == where, errors
+
+
+def test_a_second_ctrl_c_ends_at_once(directory: Path) -> None:
+    code, _, errors = train(directory, ["insist 0 0 3"])
+    assert code == 130 and "Traceback" not in errors, errors
+    assert not (directory / "out/checkpoints/step-00000003").exists()
+
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 

@@ -23,7 +23,7 @@ from zeromesh.errors import (
     OptimizerError,
     RanksFailedError,
 )
-from zeromesh.integrations.elastic import EXIT_PREEMPTED, noticing_sigterm, was_asked
+from zeromesh.integrations.elastic import EXIT_PREEMPTED, asked_by, noticing
 from zeromesh.launch.failure import Failure
 from zeromesh.launch.processes import Launch, RankResult, describe_failure, local_launches, raise_failed, run_ranks
 
@@ -210,7 +210,7 @@ def test_wrong_input_on_a_rank_is_the_users_one_message(tmp_path: Path) -> None:
 
 
 def test_preempted_only_if_nobody_failed() -> None:
-    """And where a rank is ended by SIGTERM before it listens, if the run_python can save."""
+    """And where a rank is ended by SIGTERM before it listens, if the run was asked to end."""
     assert verdict(ended(EXIT_PREEMPTED, EXIT_PREEMPTED), []) == Ending(code=EXIT_PREEMPTED)
     ending = verdict(ended(EXIT_PREEMPTED, 3), [])
     assert ending.code == 1 and "left no reason" in ending.reason
@@ -221,10 +221,10 @@ def test_preempted_only_if_nobody_failed() -> None:
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.5])
 def test_sigterm_is_handed_on_also_where_it_comes_before_the_ranks(delay_s: float) -> None:
-    with noticing_sigterm():
+    with noticing(signal.SIGTERM):
         if delay_s:
             threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
         else:
             os.kill(os.getpid(), signal.SIGTERM)
         assert codes(run_script(FOREVER, 2, grace_s=60.0)) == [-signal.SIGTERM] * 2
-        assert was_asked()
+        assert asked_by() == signal.SIGTERM

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.integrations.elastic import was_asked
+from zeromesh.integrations.elastic import asked_by
 
 if "RANK" in os.environ:
     # A test that gives up kills the launcher; torchrun's processes would live on.
@@ -52,7 +52,8 @@ class Output(dict[str, Tensor]):
 class Tiny(nn.Module):
     """A residual network that makes each of its `faults`, "KIND RANK START STEP".
 
-    Kinds: kill (SIGKILL to itself), stop (SIGSTOP to itself), preempt (SIGTERM to its parent, until it comes back).
+    Kinds: kill (SIGKILL to itself), stop (SIGSTOP to itself), preempt (SIGTERM to its parent, until it comes back),
+    interrupt (SIGINT to its parent, likewise), insist (SIGINT to its parent until it is ended).
     START counts the launcher's starts from 0. STEP counts forwards in training since then, the first is 1.
     """
 
@@ -78,12 +79,14 @@ class Tiny(nn.Module):
 
 
 def _break(kind: str) -> None:
-    if kind != "preempt":
+    if kind in ("kill", "stop"):
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
         return
-    os.kill(os.getppid(), signal.SIGTERM)
-    while not was_asked():
+    os.kill(os.getppid(), signal.SIGTERM if kind == "preempt" else signal.SIGINT)
+    while kind == "insist" or not asked_by():
         time.sleep(0.01)
+        if kind == "insist":
+            os.kill(os.getppid(), signal.SIGINT)
 
 
 class AutoModelForCausalLM:
