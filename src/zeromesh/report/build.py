@@ -173,10 +173,6 @@ def candidates_table(choices: Sequence[Choice]) -> Table:
 def traffic_table(choice: Choice) -> Table:
     """One row an axis, innermost first, as the strategy names it."""
     simulation = choice.simulation
-    names = {
-        axis.axis: f"{axis.axis.partition('[')[0]}[{axis.size}]" if "[" in axis.axis else axis.axis
-        for axis in simulation.axes
-    }
     exposed: dict[str, float] = {}
     for axes, _, seconds in simulation.exposed:
         exposed[axes] = exposed.get(axes, 0.0) + seconds
@@ -184,7 +180,7 @@ def traffic_table(choice: Choice) -> Table:
         heads=("axis", "size", "stage", "sent per device and step", "exposed"),
         rows=tuple(
             (
-                names[axis.axis],
+                axis.axis,
                 str(axis.size),
                 axis.stage,
                 format_bytes(axis.bytes_sent_per_device),
@@ -194,9 +190,9 @@ def traffic_table(choice: Choice) -> Table:
         )
         # Traffic over several axes at once is waited for as a whole.
         + tuple(
-            ("+".join(names.get(axis, axis) for axis in axes.split("+")), "", "", "", format_seconds(seconds))
+            (axes, "", "", "", format_seconds(seconds))
             for axes, seconds in exposed.items()
-            if axes not in names
+            if axes not in {axis.axis for axis in simulation.axes}
         ),
     )
 

@@ -39,8 +39,8 @@ class Axis:
     """One axis of a layout: a mesh axis, or a part of one.
 
     Args:
-        name: unique label: the mesh axis's name, with ``[i]`` for part i (innermost 0) of a split axis; behind the
-            name of the part of the model whose layout it belongs to, if to one.
+        name: unique label: the mesh axis's name, of a split axis with its size, as ``node[2]`` (the second part of a
+            size is ``node[2]#2``); behind the name of the part of the model whose layout it belongs to, if to one.
         mesh_axis: the mesh axis it is (a part of).
         size: number of ranks along it.
         stride: distance, along the mesh axis, between neighbours on this axis.
@@ -246,9 +246,10 @@ def _split(parts: Sequence[AxisStage], size: int) -> list[Axis]:
         need = f"a multiple of {fixed}" if rest else f"{fixed}"
         raise MeshError(f"{','.join(map(str, parts))} needs {name} to have {need} ranks; this mesh has {size}")
     axes, stride = [], 1
-    for index, part in enumerate(parts):
+    for part in parts:
         length = part.split if isinstance(part.split, int) else size // fixed
-        label = name if whole else f"{name}[{index}]"
+        same = sum(axis.size == length for axis in axes)
+        label = name if whole else f"{name}[{length}]" + f"#{same + 1}" * (same > 0)
         axes.append(Axis(name=label, mesh_axis=name, size=length, stride=stride, stage=part.stage, wire=part.wire))
         stride *= length
     return axes

@@ -50,7 +50,7 @@ def ranks_by_axis(strategy, sizes):
             "node[2]=3,node[2]=2,cluster=1",
             (("node", 4), ("cluster", 2)),
             6,
-            {"node[0]": (6, 7), "node[1]": (4, 6), "cluster": (2, 6)},
+            {"node[2]": (6, 7), "node[2]#2": (4, 6), "cluster": (2, 6)},
         ),
     ],
 )

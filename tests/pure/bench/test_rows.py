@@ -96,9 +96,9 @@ def test_parts_of_a_level_share_its_links():
         return _over_links(topology, Layout.of(strategy, topology.axes), sent)
 
     strategy = "node[2]=3,node[*]=2,cluster[2]=1"
-    sent = {"node[0]": 1.0, "node[1]": 2.0, "cluster": 4.0}
+    sent = {"node[2]": 1.0, "node[2]#2": 2.0, "cluster": 4.0}
     assert over_links("2@200mbit,4", strategy, sent) == (16.0,)
-    sent = {"package": 1.0, "node[0]": 2.0, "node[1]": 3.0, "cluster": 4.0}
+    sent = {"package": 1.0, "node[2]": 2.0, "node[2]#2": 3.0, "cluster": 4.0}
     strategy = "package=3,node[2]=3,node[*]=2,cluster=1"
     assert over_links("2@200mbit,4@1gbit,2", strategy, sent) == (32.0, 18.0)
 

@@ -68,7 +68,7 @@ def test_simulate_names_axes_as_the_strategy_and_fails_where_it_does_not_fit() -
     code, lines = in_terminal("simulate", *BASE, "--strategy", STRATEGY)
     text = " ".join(lines)
     assert code == 0 and max(map(len, lines)) <= COLUMNS and STRATEGY in lines
-    for axis in ("package (2 ranks, stage 3)", "node[2] (2 ranks, stage 3)", "node[2] (2 ranks, stage 2)"):
+    for axis in ("package (2 ranks, stage 3)", "node[2] (2 ranks, stage 3)", "node[2]#2 (2 ranks, stage 2)"):
         assert axis in text
     assert "cluster[4] (4 ranks, stage 2)" in text and "cluster[2] (2 ranks, stage 0)" in text and "[0]" not in text
     code, lines = in_terminal("simulate", *BASE, "--strategy", "package=0,node=0,cluster=0")

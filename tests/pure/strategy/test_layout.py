@@ -130,9 +130,9 @@ def test_an_axis_of_one_rank_needs_no_stage(short, long):
 @pytest.mark.parametrize(
     ("text", "size", "parts"),
     [
-        ("node[4]=3,node[2]=1", 8, [("node[0]", 4, 1), ("node[1]", 2, 4)]),
-        ("node[4]=3,node[*]=1", 16, [("node[0]", 4, 1), ("node[1]", 4, 4)]),
-        ("node[2]=3,node[2]=1,node[*]=0", 4, [("node[0]", 2, 1), ("node[1]", 2, 2), ("node[2]", 1, 4)]),
+        ("node[4]=3,node[2]=1", 8, [("node[4]", 4, 1), ("node[2]", 2, 4)]),
+        ("node[4]=3,node[*]=1", 16, [("node[4]", 4, 1), ("node[4]#2", 4, 4)]),
+        ("node[2]=3,node[2]=1,node[*]=0", 4, [("node[2]", 2, 1), ("node[2]#2", 2, 2), ("node[1]", 1, 4)]),
         ("node=3", 5, [("node", 5, 1)]),
     ],
 )
