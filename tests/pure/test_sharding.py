@@ -108,3 +108,7 @@ def test_private_parts_that_a_library_has_changed_are_named(check, message) -> N
 def import_from_peft() -> None:
     with names_of("peft"):
         from zeromesh.errors import _gone  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_the_package_lists_its_public_names_alone() -> None:
+    assert dir(zm) == sorted(zm.__all__)

@@ -125,8 +125,13 @@ class Memory:
         return max(0, self.peak.allocated_bytes - self.rest_bytes)
 
     @property
+    def peak_bytes(self) -> float:
+        """Bytes of the device in use at the peak."""
+        return self.peak.allocated_bytes + self.overhead_bytes
+
+    @property
     def needed_bytes(self) -> float:
-        """Peak bytes of the device."""
+        """Bytes of the device that the process reserves at most."""
         return self.peak_reserved_bytes + self.overhead_bytes
 
     @property

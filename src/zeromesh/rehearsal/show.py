@@ -63,7 +63,8 @@ def _subtitle(first: Rehearsal, rehearsals: Sequence[Rehearsal]) -> str:
     mesh = " x ".join(f"{name}={size}" for name, size in first.mesh)
     others = f"; compared with rank {', '.join(str(other.rank) for other in rehearsals[1:])}" if rehearsals[1:] else ""
     where = f" of {first.cluster}" if first.cluster else ", no cluster given"
-    return f"mesh {mesh}{where}; {first.micro_batches} micro-batches a step{others}"
+    batches = f"{first.micro_batches} micro-batch{'es' * (first.micro_batches != 1)}"
+    return f"mesh {mesh}{where}; {batches} a step{others}"
 
 
 def _nothing_fails(rehearsals: Sequence[Rehearsal]) -> str:
@@ -161,11 +162,12 @@ def _reads(first: Rehearsal) -> Table:
 
 def _facts(first: Rehearsal) -> tuple[Fact, ...]:
     memory = first.memory
+    beside = ", context and communicators included" if memory.overhead_bytes else ""
     facts = [
         Fact(key="strategy", label="strategy", value=first.strategy),
         Fact(key="world", label="ranks", value=f"{first.world:,}"),
-        Fact(key="peak", label="peak memory", value=format_bytes(memory.peak.allocated_bytes)),
-        Fact(key="reserved", label="reserved", value=format_bytes(memory.peak_reserved_bytes)),
+        Fact(key="peak", label=f"peak memory{beside}", value=format_bytes(memory.peak_bytes)),
+        Fact(key="reserved", label=f"reserved{beside}", value=format_bytes(memory.needed_bytes)),
         Fact(key="host_s", label="host time of a step", value=format_seconds(first.host_s)),
     ]
     if first.step_s is not None:
@@ -176,7 +178,7 @@ def _facts(first: Rehearsal) -> tuple[Fact, ...]:
 def _chart(memory: Memory, cluster: str) -> MemoryChart:
     held = dict.fromkeys(_KINDS, 0.0) | {kind.kind: float(kind.allocated_bytes) for kind in memory.kinds}
     rest = held | {"overhead": memory.overhead_bytes}
-    peak = rest | {"activations": float(memory.activations_bytes)}
+    peak = rest | {"activations": float(memory.peak.allocated_bytes - memory.allocated_bytes)}
     most = max(sum(peak.values()), memory.limit_bytes or 0.0) * 1.05
     bars = (Bar.of("between steps", rest, most), Bar.of(f"at the peak: {memory.peak.place}", peak, most))
     if memory.limit_bytes is None:

@@ -426,8 +426,8 @@ class Trainer:
             f"{type(self.model).__name__}, {parameters:,} parameters; mesh {mesh_text(config.mesh)}, strategy "
             f"{config.strategy}",
             f"{corpus.num_documents:,} documents, {tokens:,} tokens; vocabulary {vocabulary:,}",
-            f"{self.tokens:,} tokens a step: {self.config.micro_batches} micro-batches of {micro} "
-            f"{config.data.seq_len} on each of {config.world} ranks ({device_name(self.ranks.device)})",
+            f"{self.tokens:,} tokens a step: {config.micro_batches} micro-batch{'es' * (config.micro_batches != 1)} of "
+            f"{micro} {config.data.seq_len} on each of {config.world} ranks ({device_name(self.ranks.device)})",
             *[f"all {config.run.steps} steps are done: nothing is left to do"] * (done >= config.run.steps),
         ]
 

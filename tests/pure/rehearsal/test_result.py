@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 from rich.console import Console
@@ -91,3 +92,10 @@ def test_terminal_and_page_say_the_same() -> None:
     # A page without a cluster has no limit.
     page = rehearsal_page([replace(limited(None), cluster="", step_s=None, exposed_s=None)], ())
     assert 'class="limit"' not in page and "--cluster NAME" in page and "nothing was found that would fail" in page
+
+
+def test_the_card_and_the_bar_of_the_peak_say_one_number() -> None:
+    page = rehearsal_page([replace(FOUND, micro_batches=1)], ())
+    (card,) = re.findall(r'data-key="peak"><b>([^<]+)</b>', page)
+    assert card == "95 B" and re.findall(r'class="total">([^<]+)<', page)[-1] == card  # 90 and 5 beside
+    assert "1 micro-batch a step" in page
