@@ -52,6 +52,7 @@ def bench(
     from bench.matrix import make_cells
     from bench.rows import make_rows, noise_of
     from zeromesh.cli.signals import exiting_on_signals
+    from zeromesh.files import progress
     from zeromesh.measure.launch import under_torchrun
     from zeromesh.measure.steps import DTYPES, Batch
 
@@ -72,7 +73,8 @@ def bench(
     result: dict[str, Any] = {}
     with exiting_on_signals():
         for topology, group in groupby(cells, key=lambda cell: cell.topology):
-            found = measure(topology, list(group), rounds=rounds, steps=steps)
+            with progress(f"measuring {topology}, {len(rows)} of {len(cells)} settings done"):
+                found = measure(topology, list(group), rounds=rounds, steps=steps)
             rows += make_rows(topology, found)
             noise += noise_of(topology, found)
             result = _write(output, rows, noise)

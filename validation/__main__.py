@@ -32,11 +32,16 @@ def validate(
     from validation.page import page
     from validation.score import score_tables
     from validation.tables import SOURCES
+    from zeromesh.files import note, progress
 
     unknown = next((name for name in tables or () if name not in SOURCES), None)
     if unknown is not None:
         raise InputError(f"unknown source {unknown!r}; {nearest(unknown, SOURCES)}")
-    rows = [row for name in tables or SOURCES for row in SOURCES[name]()]
+    rows: list[Row] = []
+    with progress("predicting published figures"):
+        for name in tables or SOURCES:
+            note(f"{name}, after {len(rows)} rows")
+            rows += SOURCES[name]()
     _print(rows if tables else [], score_tables(rows))
     if not tables:
         PAGE.write_text(page(rows, list(claims())), encoding="utf-8")

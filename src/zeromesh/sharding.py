@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
 from zeromesh.errors import InputError, MeshError
+from zeromesh.files import progress
 from zeromesh.options import Options
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Strategy, layouts_of, part_name
@@ -116,6 +117,7 @@ def shard(
     return _shard(model, mesh, strategy, options, cluster, workload)
 
 
+@progress("sharding the model")
 def _shard(
     model: ModelT,
     mesh: DeviceMesh | None,

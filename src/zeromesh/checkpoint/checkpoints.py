@@ -21,6 +21,7 @@ from zeromesh.checkpoint.read import Reader
 from zeromesh.checkpoint.saver import LOCK_WAIT_S, Saver, Snapshot
 from zeromesh.checkpoint.storage import open_storage
 from zeromesh.errors import CheckpointError
+from zeromesh.files import progress
 from zeromesh.pieces.piece import Piece
 
 
@@ -122,6 +123,7 @@ class Checkpoints:
         collected = tensors.collect(held, self._optimizers, frozen=self._frozen)
         return [*collected, *states.random_pieces(held.control.number), *extra]
 
+    @progress("copying the checkpoint")
     def save(self, step: int, state: Mapping[str, Any] | None = None) -> None:
         """Copies everything to host memory and returns; the copy is written in the background.
 
@@ -155,6 +157,7 @@ class Checkpoints:
         )
         self._saver.save(snapshot)
 
+    @progress("writing the checkpoint")
     def wait(self) -> str | None:
         """Waits until the last save is complete; its full name, None where nothing was being written.
 
@@ -165,6 +168,7 @@ class Checkpoints:
         """
         return self._saver.wait() if self._saver else None
 
+    @progress("loading the checkpoint")
     def load(
         self,
         which: str | os.PathLike[str] = "auto",

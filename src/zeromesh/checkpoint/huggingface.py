@@ -17,10 +17,12 @@ from zeromesh.checkpoint.safetensors import Spec, open_safetensors, write_safete
 from zeromesh.checkpoint.tensors import MODEL, Held, param_rows, restore_models
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.units import DTYPES
+from zeromesh.files import progress
 from zeromesh.modules import DTYPE_NAMES
 from zeromesh.pieces.piece import Piece, whole
 
 
+@progress("writing safetensors")
 def save_safetensors(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -75,6 +77,7 @@ def _prepare(model: nn.Module, location: Path, rank: int) -> None:
             pass
 
 
+@progress("reading safetensors")
 def load_safetensors(model: nn.Module, location: str | os.PathLike[str]) -> None:
     """Fills a sharded model from a safetensors file or a Hugging Face model's directory; each rank reads its shard.
 

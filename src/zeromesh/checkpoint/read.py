@@ -26,6 +26,7 @@ from zeromesh.checkpoint.manifest import (
 )
 from zeromesh.checkpoint.storage import Storage, read_at, read_index
 from zeromesh.errors import CheckpointError
+from zeromesh.files import note
 from zeromesh.pieces.boxes import Box
 from zeromesh.pieces.piece import DTYPES, Piece, copy_shared, whole
 from zeromesh.pieces.region import Region, shared
@@ -86,6 +87,7 @@ class Reader:
             DamagedError: a file is missing, too short, or its content is damaged.
         """
         for piece in pieces:
+            note(piece.name)
             entry, boxes = self.entry(piece.name), piece.boxes
             for chunk in self._chunks(piece):
                 for block, source in enumerate(_blocks(entry, chunk)):

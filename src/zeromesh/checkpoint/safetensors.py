@@ -22,7 +22,7 @@ from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.read import Reader
 from zeromesh.checkpoint.storage import LocalStorage, open_regular
 from zeromesh.errors import CheckpointError
-from zeromesh.files import parse_json, read_text
+from zeromesh.files import note, parse_json, read_text
 from zeromesh.pieces.piece import DTYPE_NAMES, Piece
 
 INDEX = "model.safetensors.index.json"
@@ -193,6 +193,7 @@ class Stored:
         Raises:
             CheckpointError: the file cannot be read.
         """
+        note(self.path.name)
         direct = target.dtype == self.dtype and target.device.type == "cpu"
         scratch = None if direct else torch.empty(min(_CHUNK, target.numel()), dtype=self.dtype, device="cpu")
         try:

@@ -17,9 +17,10 @@ MOST_HERE = 8
 def starting_ranks() -> Iterator[None]:
     """Inside, ranks are started, or are there: signals end them all, and wrong input is said once."""
     from zeromesh.cli.signals import exiting_on_signals
+    from zeromesh.files import progress
 
     try:
-        with exiting_on_signals():
+        with exiting_on_signals(), progress("measuring"):
             yield
     except InputError:
         from zeromesh.measure.launch import is_first

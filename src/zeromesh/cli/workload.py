@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
 import typer
 
 from zeromesh.errors import InputError, one_of
+from zeromesh.files import progress
 from zeromesh.units import parse_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -121,7 +122,8 @@ class Described:
             check_choice("--products", self.products, tuple(CAST_BYTES))
         kernels = replace(KERNELS[self.kernels], products=self.products)
         dtype = found.device.matrix_dtype
-        model = load_model(self.model, seq_len=self.seq_len, trainable=self.trainable, dtype=dtype, kernels=kernels)
+        with progress("reading the model"):
+            model = load_model(self.model, seq_len=self.seq_len, trainable=self.trainable, dtype=dtype, kernels=kernels)
         for sentence in model.assumed:
             tell(f"{model.name}: {sentence}", sys.stderr)
         return model, found

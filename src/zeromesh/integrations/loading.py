@@ -26,6 +26,7 @@ from zeromesh.checkpoint.safetensors import Stored, read_headers
 from zeromesh.checkpoint.sources import Computed, Last, Tiled, joined, stacked
 from zeromesh.engine.lazy import Source, make_lazy
 from zeromesh.errors import InputError, ModelError
+from zeromesh.files import progress
 from zeromesh.integrations.versions import names_of, require_attributes, require_known
 from zeromesh.modules import DTYPE_NAMES, DTYPES
 from zeromesh.strategy.plan import dtype_name
@@ -37,6 +38,7 @@ with names_of("transformers"):
     from transformers.initialization import meta_device_safe_creation_ops
 
 
+@progress("making the model")
 def from_pretrained(
     kind: Any, directory: str | os.PathLike[str], *, dtype: torch.dtype | str | None = None, **options: Any
 ) -> Any:

@@ -72,7 +72,7 @@ class Found:
 
     Args:
         mesh: sizes by name, outermost first.
-        sources: who each comes from, by name.
+        sources: where each comes from, by name.
         missing: a sentence for each level that could not be found, and for each find that is no level.
     """
 

@@ -10,6 +10,7 @@ from typing import Any
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants
 from zeromesh.errors import InputError
+from zeromesh.files import progress
 from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.parallel import Parallel
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
@@ -117,6 +118,7 @@ def _as_plan(candidate: Candidate, cluster: Cluster, workload: Workload, predict
     )
 
 
+@progress("searching layouts")
 def plan(
     model: ModelSpec,
     cluster: Cluster,

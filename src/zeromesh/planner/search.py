@@ -20,6 +20,7 @@ from zeromesh.cluster import Cluster
 from zeromesh.cluster.cluster import HOST_SHARE
 from zeromesh.cost import Constants, default_constants
 from zeromesh.errors import InputError
+from zeromesh.files import note
 from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.parallel import Parallel
 from zeromesh.planner.bounds import Bounds
@@ -433,6 +434,7 @@ def _simulate_in_order(pool: _Pool, evaluator: Evaluator, options: Options, best
             simulated += 1
             if evaluator.fits(estimate):
                 best_s = min(best_s, estimate.step_s)
+            note(f"{simulated:,} simulated, at most {max(0.0, 1 - left_s / best_s):.1%} from the fastest")
     return best_s, best_s
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from zeromesh.errors import InputError, MeshError, RanksFailedError
+from zeromesh.files import note, progress
 from zeromesh.launch.job import Job, make_job
 from zeromesh.launch.processes import local_launches, run_ranks
 from zeromesh.rehearsal.result import Rehearsal
@@ -44,10 +45,12 @@ def rehearse_config(
             raise MeshError(f"--rank: ranks of this mesh are 0 to {config.world - 1}, got {rank}")
     if config.cluster:
         config.hardware()
-    return [_rehearse(config, rank) for rank in dict.fromkeys(ranks)]
+    with progress("rehearsing"):
+        return [_rehearse(config, rank) for rank in dict.fromkeys(ranks)]
 
 
 def _rehearse(config: TrainConfig, rank: int) -> Rehearsal:
+    note(f"rank {rank} of {config.world:,}")
     options = {"config": config.model_dump_json(), "rank": rank}
     with make_job(_TASK, options, prints=False) as job:
         results = run_ranks(local_launches(job.command, 1, {}))

@@ -245,7 +245,7 @@ def _split(parts: Sequence[AxisStage], size: int) -> list[Axis]:
     if not whole and (size % fixed if rest else size != fixed):
         need = f"a multiple of {fixed}" if rest else f"{fixed}"
         raise MeshError(f"{','.join(map(str, parts))} needs {name} to have {need} ranks; this mesh has {size}")
-    axes, stride = [], 1
+    axes, stride = list[Axis](), 1
     for part in parts:
         length = part.split if isinstance(part.split, int) else size // fixed
         same = sum(axis.size == length for axis in axes)

@@ -19,7 +19,7 @@ from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.run import RunCheckpoints
 from zeromesh.engine.api import accumulate, clip_grad_norm_, engine_of, zero_grad
 from zeromesh.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
-from zeromesh.files import require_writable, write_whole
+from zeromesh.files import progress, require_writable, write_whole
 from zeromesh.integrations.elastic import NonFinite, asked_by, describe, mesh_text
 from zeromesh.integrations.language_models import causal_language_model, continuation, require_pretrained, seed_of_rank
 from zeromesh.launch.device import device_name
@@ -52,7 +52,8 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
         InputError: something in the configuration is wrong.
     """
     place = from_first(lambda: _require_possible(config), "waiting for rank 0 to look at the configuration")
-    corpus = load_corpus(config, place)
+    with progress("reading the corpus"):
+        corpus = load_corpus(config, place)
     taken = config.batch.global_sequences
     if len(corpus.training) < taken:
         raise ConfigError(
@@ -60,7 +61,8 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
             f"and the training data have {len(corpus.training)} in all: name more files in data.files, or make the "
             f"batch or the sequences smaller"
         )
-    model = _build(config, ranks, corpus)
+    with progress("making the model"):
+        model = _build(config, ranks, corpus)
     if config.strategy == AUTO:
         chosen = from_first(lambda: plan_run(config, model), "waiting for rank 0 to plan")
         config = config.model_copy(update={"strategy": str(chosen.strategy)})

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Sequence
 
 COLUMNS = 80
 BASE = [
@@ -19,12 +20,21 @@ BASE = [
 STRATEGY = "package=3,node[2]=3,node[2]=2,cluster[4]=2,cluster[*]=0"
 
 
-def in_terminal(*arguments: str) -> tuple[int, list[str]]:
+PROGRESS = """
+from zeromesh import files
+from zeromesh.cli.app import main
+files.PROGRESS_AFTER_S = 0
+main()
+"""
+"""The command line, with progress at once."""
+
+
+def in_terminal(*arguments: str, program: Sequence[str] = ("-m", "zeromesh.cli")) -> tuple[int, list[str]]:
     """Exit code and lines of `zeromesh ARGUMENTS` in a terminal, colours taken out."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
     environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
-    command = [sys.executable, "-m", "zeromesh.cli", *arguments]
+    command = [sys.executable, *program, *arguments]
     with subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment | {"TERM": "xterm-256color"}
     ) as process:
@@ -82,3 +92,14 @@ def test_errors_are_wrapped_by_words() -> None:
     text = " ".join(lines)
     assert text.startswith("zeromesh: llama-65b fits on 8 x MI250X") and "devices of this kind would do" in text
     assert len([line for line in lines if line]) > 1
+
+
+def test_progress_is_shown_in_a_terminal_alone() -> None:
+    arguments = ("plan", *BASE, "--splits", "all", "--exact", "--json")
+    code, lines = in_terminal(*arguments, program=("-c", PROGRESS))
+    text = "".join(lines)
+    shown = re.findall(r"searching layouts: [\d,]+ simulated, at most [\d.]+% from the fastest, \d+ s", text)
+    assert code == 0 and len(shown) > 1
+    assert text.endswith("}")  # what was shown is overwritten
+    piped = subprocess.run([sys.executable, "-c", PROGRESS, *arguments], capture_output=True, text=True, check=True)
+    assert piped.stderr == "" and piped.stdout.startswith("{")
