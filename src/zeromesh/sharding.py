@@ -5,10 +5,12 @@ The engine runs whatever strategy it is given and never asks the planner; here, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from zeromesh.errors import InputError, MeshError
 from zeromesh.files import progress
@@ -209,6 +211,34 @@ class Sharding(Options):
             for layout in _layouts_of(strategy, self.parts or {}, self.mesh[::-1]):
                 layout.require_runnable()
             object.__setattr__(self, "strategy", strategy)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], **options: Any) -> Self:
+        """The sharding of a plan (`zeromesh plan -o`), or of a configuration of another library (`zeromesh import`).
+
+        Args:
+            path: of the file.
+            options: of `Sharding`, in place of the file's own. A file that does not say how many ranks there are needs
+                a mesh.
+
+        Raises:
+            InputError: the file cannot be read, or says no sizes, or cuts the model beside data.
+            MeshError: it shards over a group of ranks that is none of the mesh's.
+        """
+        from zeromesh.planner.foreign import read_file
+
+        found, mesh = read_file(Path(path)), options.pop("mesh", None)
+        own: dict[str, Any] = {"strategy": found, "mesh": mesh or dict(found.mesh[::-1])}
+        if isinstance(found, Plan):
+            return cls(**own | options)
+        named = zip(mesh.mesh_dim_names, mesh.shape, strict=True) if hasattr(mesh, "mesh_dim_names") else mesh
+        sizes = tuple(dict(named).items())[::-1] if named else found.mesh
+        degrees = [key for key in found.keys if key.startswith("--")]
+        if degrees or not sizes:
+            needs = f"cuts the model beside data ({', '.join(degrees)})" if degrees else "does not say a mesh: give one"
+            raise InputError(f"{path} {needs}; `zeromesh import` prints all that is in it")
+        own |= {f"{key[7:]}_dtype": value for key, value in found.keys.items() if key.startswith("dtypes.")}
+        return cls(**own | {"strategy": found.strategy(sizes)} | options)
 
     def on(self, device_type: str) -> Sharding:
         """With torch's own mesh of all ranks of the job, which call this together; its groups are made here.

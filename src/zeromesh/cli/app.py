@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 import zeromesh
-from zeromesh.cli import clusters, env, plan, probe, rehearse, selftest, simulate, train
+from zeromesh.cli import clusters, env, imports, plan, probe, rehearse, selftest, simulate, train
 from zeromesh.cli.train import EXIT_INPUT
 from zeromesh.cli.workload import tell
 from zeromesh.errors import InputError, InternalError, ZeromeshError
@@ -76,6 +76,7 @@ for _command, _example in (
     (env.env, "zeromesh env"),
 ):
     app.command(cls=Grouped, epilog=f"Example: {_example}")(_command)
+app.command("import", cls=Grouped, epilog="Example: zeromesh import ds_config.json")(imports.imports)
 
 
 def _needs_checkout(context: typer.Context) -> None:

@@ -51,6 +51,7 @@ def plan(
         list[str] | None,
         _search(help="Also plan for a changed cluster, as in cluster.bandwidth=2x,memory=141GB; may be given often."),
     ] = None,
+    strategy: Annotated[str, _search(help=f"A layout of yours to compare with: {shared.STRATEGY}")] = "",
     top: Annotated[int, _search(help="How many candidates to list.")] = 5,
 ) -> None:
     """Recommend a layout of a model on a cluster: the simplest that is nearly as fast as the fastest, and why."""
@@ -114,6 +115,9 @@ def plan(
 
         shared.write(given.report, plan_page(planned))
     compared = _compared(given.emit or given.engine, planned, ours) if ours else ""
+    yours = given.simulated(spec, hardware, work, strategy) if strategy else None
+    if yours:
+        compared += f"{compared and chr(10)}{_beside(planned, yours)}"
     if given.emit:
         from zeromesh.report import choice_lines, what_if_lines
 
@@ -122,7 +126,7 @@ def plan(
         for line in filter(None, (named, *choice_lines(planned), *what_if_lines(planned, then), compared)):
             shared.tell(line, sys.stderr)
     elif given.as_json:
-        beside = {"like": calibration, "zeromesh": ours}
+        beside = {"like": calibration, "zeromesh": ours, "yours": yours}
         found = planned.to_json() | {key: value.to_json() for key, value in beside.items() if value is not None}
         if then:
             keys = ("best", "fastest")
@@ -153,6 +157,16 @@ def _compared(engine: str, planned: Planned, ours: Choice) -> str:
     return (
         f"{engine} takes {abs(ratio):.1%} {'longer' if ratio > 0 else 'less'} than zeromesh with its fastest layout, "
         f"{ours.simulation.named}"
+    )
+
+
+def _beside(planned: Planned, yours: Choice) -> str:
+    """The user's own layout beside the recommended one."""
+    simulation = yours.simulation
+    ratio = simulation.step_s / planned.best.simulation.step_s - 1
+    return (
+        f"yours: {simulation.named} takes {abs(ratio):.1%} {'longer' if ratio > 0 else 'less'} than the recommended "
+        f"layout, and {simulation.memory_text}{'' if simulation.fits else ', which does not fit'}"
     )
 
 

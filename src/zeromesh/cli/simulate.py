@@ -17,7 +17,7 @@ from zeromesh.errors import InputError
 @shared.described
 def simulate(
     given: shared.Described,
-    strategy: Annotated[str, typer.Option(help="axis=stage terms, innermost first, or a preset such as zero3.")],
+    strategy: Annotated[str, typer.Option(help=shared.STRATEGY)],
     wire: Annotated[str, typer.Option(help="any, or lossless: refuse a strategy with quantised wires.")] = "any",
     overlap: Annotated[str, typer.Option(help="Replaces the strategy's: none, gather or all.")] = "",
     top: Annotated[int, typer.Option(help="Micro-batches and recomputations to list, of those left open.")] = 1,
@@ -29,6 +29,7 @@ def simulate(
     """
     from zeromesh import planner
     from zeromesh.planner.emit import EMITTERS
+    from zeromesh.planner.foreign import read_strategy
     from zeromesh.simulator.division import Division
     from zeromesh.strategy import Strategy, layouts_of
     from zeromesh.strategy.strategy import OVERLAPS
@@ -38,6 +39,7 @@ def simulate(
     spec, hardware = given.load()
     work = given.workload(hardware, given.degrees)
     rest = Division.of(spec, hardware, work.parallel, seq_len=given.seq_len).cluster
+    strategy = read_strategy(strategy, hardware.axes)
     parsed = Strategy.parse(strategy, [name for name, _ in hardware.axes])
     if overlap:
         shared.check_choice("--overlap", overlap, OVERLAPS)

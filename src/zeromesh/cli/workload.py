@@ -44,6 +44,10 @@ def _tokens(text: str) -> int:
 
 _count = functools.partial(_batch, parser=_tokens, metavar="INTEGER")
 Json = Annotated[bool, _output("--json", help="Print JSON.")]
+STRATEGY = (
+    "axis=stage terms, innermost first; a preset such as zero3; or a file: a plan, or a configuration of DeepSpeed, "
+    "accelerate, FSDP or torchtitan."
+)
 EMIT = "Print a configuration: fsdp2, deepspeed, megatron-lm, megatron-fsdp or torchtitan."
 
 
@@ -186,17 +190,21 @@ class Described:
     def calibrated(self, spec: ModelSpec, hardware: Cluster, work: Workload, strategy: str) -> Calibration:
         """The calibration by `--like`'s run, whose layout was `strategy`."""
         from zeromesh import planner
-        from zeromesh.strategy import Strategy
-
-        parsed = Strategy.parse(strategy, [name for name, _ in hardware.axes])
 
         def predict(cluster: Cluster) -> Simulation:
-            choices = planner.simulate_choices(
-                spec, cluster, work, parsed, engine=self.engine, memory_margin=self.memory_margin
-            )
-            return choices[0].simulation
+            return self.simulated(spec, cluster, work, strategy).simulation
 
         return planner.calibrate(hardware, planner.read_run(self.like, work.global_batch_tokens), strategy, predict)
+
+    def simulated(self, spec: ModelSpec, hardware: Cluster, work: Workload, strategy: str) -> Choice:
+        """The best choice of what is left open, for a strategy or a file of one."""
+        from zeromesh import planner
+        from zeromesh.planner.foreign import read_strategy
+        from zeromesh.strategy import Strategy
+
+        parsed = Strategy.parse(read_strategy(strategy, hardware.axes), [name for name, _ in hardware.axes])
+        options = {"engine": self.engine, "memory_margin": self.memory_margin}
+        return planner.simulate_choices(spec, hardware, work, parsed, **options)[0]  # type: ignore[arg-type]  # of two kinds
 
 
 def described(command: Callable[..., None]) -> Callable[..., None]:

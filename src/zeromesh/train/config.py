@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from zeromesh.cluster import Cluster, find_cluster
 from zeromesh.errors import MeshError
 from zeromesh.integrations.elastic import mesh_text, resize_mesh
+from zeromesh.planner.foreign import is_file, read_file
 from zeromesh.settings import read_settings
 from zeromesh.strategy import Layout, Plan, Strategy, layouts_of
 
@@ -150,10 +151,24 @@ class TrainConfig(Section):
     faults: FaultsConfig = FaultsConfig()
     dtypes: DtypeConfig = DtypeConfig()
 
-    @field_validator("strategy")
+    @model_validator(mode="before")
     @classmethod
-    def _of_plan(cls, strategy: str) -> str:
-        return str(Plan.load(strategy).strategy) if strategy.endswith(".json") else strategy
+    def _of_file(cls, tables: Any) -> Any:
+        """A strategy that is a file. Another library's file also has the keys that the run's own leaves out."""
+        if not (isinstance(tables, dict) and is_file(str(tables.get("strategy")))):
+            return tables
+        found = read_file(Path(tables["strategy"]))
+        if isinstance(found, Plan):
+            return tables | {"strategy": str(found.strategy)}
+        mesh = tuple(tables["mesh"].items())[::-1] if isinstance(tables.get("mesh"), dict) else ()
+        made: dict[str, Any] = {"mesh": dict(reversed(found.mesh))} if found.mesh else {}
+        for key, value in found.keys.items():
+            table, _, name = key.rpartition(".")
+            if not table.startswith("-") and table:
+                made.setdefault(table, {})[name] = value
+        own = {name: value | tables[name] for name, value in made.items() if isinstance(tables.get(name), dict)}
+        own |= {"mesh": tables["mesh"]} if mesh else {}
+        return made | tables | own | {"strategy": found.strategy(mesh)}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -220,8 +235,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         ClusterError: "auto", and the cluster cannot be read or does not fit the mesh.
     """
     config, tables = read_settings(path, overrides, TrainConfig, is_path=_is_path)
-    if tables["strategy"].endswith(".json"):
-        _require_as_planned(config, Plan.load(tables["strategy"]), tables["strategy"])
+    if is_file(tables["strategy"]) and isinstance(plan := read_file(Path(tables["strategy"])), Plan):
+        _require_as_planned(config, plan, tables["strategy"])
     if config.strategy == AUTO:
         config.hardware()
     else:
@@ -236,7 +251,7 @@ _PATHS = {"run.directory", "run.export", "data.files", "data.validation", "model
 def _is_path(key: str, value: str) -> bool:
     return (
         key in _PATHS
-        or (key == "strategy" and value.endswith(".json"))
+        or (key == "strategy" and is_file(value))
         or (key == "data.tokenizer" and ("/" in value or value.endswith(".json")))
         or (key == "cluster" and ("/" in value or value.endswith(".toml")))
         or (key == "checkpoint.resume" and value != AUTO and "://" not in value)

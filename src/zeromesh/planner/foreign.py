@@ -1,0 +1,364 @@
+"""Configuration files of DeepSpeed, accelerate, FSDP and torchtitan, as a strategy and keys of `zeromesh train`.
+
+Each format is one table: a key of theirs, and the key of ours that has its value. A few keys say the layout together,
+and one function a format reads them. Whatever is in neither, and is needed, has no equivalent.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from zeromesh.errors import InputError, MeshError, one_of
+from zeromesh.files import parse_json, parse_toml, read_text
+from zeromesh.strategy.plan import Plan, dtype_name
+from zeromesh.strategy.stage import HOST
+
+SUFFIXES = (".json", ".yaml", ".yml", ".toml")
+"""Of files in place of a strategy."""
+
+Sizes = Sequence[tuple[str, int]]
+
+DEEPSPEED = {
+    "train_batch_size": "batch.global_sequences",
+    "train_micro_batch_size_per_gpu": "batch.micro",
+    "gradient_clipping": "optimizer.clip_norm",
+    "communication_data_type": "dtypes.reduce",
+    "torch_autocast.dtype": "dtypes.param",
+    "data_types.grad_accum_dtype": "dtypes.grad",
+    "optimizer.params.lr": "optimizer.lr",
+    "optimizer.params.betas": "optimizer.betas",
+    "optimizer.params.eps": "optimizer.eps",
+    "optimizer.params.weight_decay": "optimizer.weight_decay",
+    "scheduler.params.warmup_num_steps": "optimizer.warmup_steps",
+    "scheduler.params.total_num_steps": "run.steps",
+}
+
+ACCELERATE = {"deepspeed_config.gradient_clipping": "optimizer.clip_norm"}
+
+TORCHTITAN = {
+    "training.local_batch_size": "batch.micro",
+    "training.batch_size": "batch.micro",  # its older name
+    "training.global_batch_size": "batch.global_sequences",
+    "training.seq_len": "data.seq_len",
+    "training.max_norm": "optimizer.clip_norm",
+    "training.steps": "run.steps",
+    "training.seed": "run.seed",
+    "training.mixed_precision_param": "dtypes.param",
+    "training.mixed_precision_reduce": "dtypes.reduce",
+    "activation_checkpoint.mode": "model.activation_checkpointing",
+    "optimizer.lr": "optimizer.lr",
+    "optimizer.eps": "optimizer.eps",
+    "optimizer.weight_decay": "optimizer.weight_decay",
+    "lr_scheduler.warmup_steps": "optimizer.warmup_steps",
+    "lr_scheduler.min_lr_factor": "optimizer.final_lr_ratio",
+    "checkpoint.keep_latest_k": "checkpoint.keep",
+    "parallelism.tensor_parallel_degree": "--tp",
+    "parallelism.context_parallel_degree": "--cp",
+    "parallelism.pipeline_parallel_degree": "--pp",
+    "parallelism.expert_parallel_degree": "--ep",
+}
+
+_NEEDLESS = re.compile(
+    r"""(.*\.)?(
+    gradient_accumulation_steps | fsdp_(version|auto_wrap_policy|transformer_layer_cls_to_wrap|use_orig_params)
+    | overlap_comm | contiguous_gradients | reduce_scatter | allgather_partitions | round_robin_gradients | pin_memory
+    | .*bucket_size | stage3_.* | sub_group_size | .*prefetch.* | implementation | selective_ac_option
+    | torch_autocast.enabled | context_parallel_rotate_method | zero_allow_untested_optimizer
+    | fsdp_(cpu_ram_efficient_loading|sync_module_states|state_dict_type) | zero3_.*
+    | compute_environment | debug | machine_rank | main_.* | rdzv_backend | same_network | tpu_.* | gpu_ids | use_cpu
+    | enable_cpu_affinity | deepspeed_multinode_launcher | steps_per_print | wall_clock_breakdown
+    )|(job|profiling|metrics)\..*""",
+    re.VERBOSE,
+)
+"""Keys that need no equivalent: of what zeromesh does by itself, or of launchers and loggers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """A file of another library.
+
+    Args:
+        source: the library.
+        parts: (stage, ranks) of groups of ranks, innermost first; 0 ranks for all that are left, or those of a machine.
+        host: the stage of the host, as it stands in a strategy; "" for none.
+        keys: of ours, dotted; those of `zeromesh plan` begin with "--".
+        mesh: (axis, ranks), innermost first, where the file says how many there are.
+        without: theirs that have no equivalent.
+    """
+
+    source: str
+    parts: tuple[tuple[str, int], ...]
+    host: str = ""
+    keys: Mapping[str, Any]
+    mesh: tuple[tuple[str, int], ...] = ()
+    without: tuple[str, ...] = ()
+
+    def strategy(self, mesh: Sizes = ()) -> str:
+        """The strategy in our notation.
+
+        Args:
+            mesh: (axis, ranks), innermost first; of 0 ranks where they are not known. Default: the file's own, or a
+                node and a cluster, where a group of ranks is taken to be a node.
+
+        Raises:
+            MeshError: a group of ranks is none of the mesh's.
+        """
+        axes = mesh or self.mesh or (("node", 0), ("cluster", 0))
+        (inner, left), (outer, _) = self.parts[0], self.parts[-1]
+        if not all(size for _, size in axes):
+            axes, left = [*((name, 1) for name, _ in axes[:-1]), (axes[-1][0], 2)], 1  # a group is taken to be a node
+        left = left or prod(size for _, size in (axes[:-1] or axes))
+        terms = []
+        for name, size in axes:
+            if left % size == 0:
+                terms.append(f"{name}={inner}")
+                left //= size
+            elif size % left == 0:
+                terms += [f"{name}[{left}]={inner}", f"{name}[*]={outer}"] if left > 1 else [f"{name}={outer}"]
+                left = 1
+            else:
+                break
+        if left > 1:
+            raise MeshError(f"{self.source} shards over {self.parts[0][1]} ranks, which are no part of {dict(axes)}")
+        return ",".join([f"{HOST}{self.host}"] * bool(self.host) + terms)
+
+    def to_toml(self, mesh: Sizes = ()) -> str:
+        """The keys as a file of `zeromesh train`; comments say what is missing there."""
+        sizes = [f"{name} = {size}" for name, size in reversed(mesh or self.mesh)]
+        lines = [f"# from {self.source}", f"strategy = {json.dumps(self.strategy(mesh))}"]
+        lines += [f"mesh = {{ {', '.join(sizes)} }}"] * bool(sizes)
+        tables: dict[str, list[str]] = {}
+        for key, value in self.keys.items():
+            table, _, name = key.rpartition(".")
+            if not key.startswith("--"):
+                tables.setdefault(table, []).append(f"{name} = {json.dumps(value)}")
+        for table, rows in tables.items():
+            lines += ["", f"[{table}]", *rows]
+        degrees = [f"#   {key} {value}" for key, value in self.keys.items() if key.startswith("--")]
+        missing = [f"#   {key}" for key in self.without]
+        lines += ["", "# for zeromesh plan and simulate alone:", *degrees] if degrees else []
+        lines += ["", "# no equivalent:", *missing] if missing else []
+        return "\n".join(lines)
+
+
+def is_file(strategy: str) -> bool:
+    """Whether the text is a file's name in place of a strategy."""
+    return strategy.endswith(SUFFIXES)
+
+
+def read_strategy(text: str, mesh: Sizes) -> str:
+    """A strategy's text; of a file, the strategy that it means on the mesh, whose sizes come innermost first.
+
+    Raises:
+        InputError, MeshError: as `read_file` and `Imported.strategy`.
+    """
+    if not is_file(text):
+        return text
+    found = read_file(Path(text))
+    return found.strategy(mesh) if isinstance(found, Imported) else str(found.strategy)
+
+
+def read_file(path: Path) -> Plan | Imported:
+    """Reads a plan of ours, or a file of another library.
+
+    Raises:
+        InputError: it cannot be read, or is of none of them.
+    """
+    if path.suffix == ".json" and "zeromesh_plan" in read_text(path, kind="a plan"):
+        return Plan.load(path)
+    return read_foreign(path)
+
+
+def read_foreign(path: Path) -> Imported:
+    """Reads a file of another library.
+
+    Raises:
+        InputError: it cannot be read, or is of none of them.
+    """
+    found, fsdp = _tables(path), {}
+    if isinstance(section := found.get("fsdp_config", found), dict):
+        fsdp = {f"fsdp_{key.removeprefix('fsdp_')}": value for key, value in section.items()}
+    try:
+        if path.suffix == ".toml" and "parallelism" in found:
+            return _imported("torchtitan", found, TORCHTITAN, _torchtitan)
+        if "distributed_type" in found:
+            beside = found.get("deepspeed_config", {}).pop("deepspeed_config_file", None)
+            inner = read_foreign(path.parent / beside) if beside else None
+            return _imported("accelerate", found, ACCELERATE, lambda has: _accelerate(has, inner))
+        if "zero_optimization" in found or "train_micro_batch_size_per_gpu" in found:
+            return _imported("DeepSpeed", found, DEEPSPEED, _deepspeed)
+        if fsdp.keys() & {"fsdp_version", "fsdp_reshard_after_forward", "fsdp_sharding_strategy"}:
+            return _imported("FSDP", {"distributed_type": "FSDP", "fsdp_config": fsdp}, ACCELERATE, _accelerate)
+    except (ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path}: a value is none that such a file has: {error}") from error
+    raise InputError(
+        f"{path}: not a zeromesh plan, and no configuration of DeepSpeed (zero_optimization), accelerate "
+        f"(distributed_type), FSDP (fsdp_version) or torchtitan ([parallelism])"
+    )
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    text, where = read_text(path, kind="a configuration"), str(path)
+    if path.suffix == ".toml":
+        return parse_toml(text, where=where)
+    if path.suffix == ".json":
+        found = parse_json(text, where=where)
+    else:
+        try:
+            import yaml  # type: ignore[import-untyped]  # it has no types of its own
+        except ImportError as error:
+            raise InputError(f"{path}: to read YAML takes PyYAML: pip install pyyaml") from error
+        try:
+            found = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise InputError(f"{path}: not YAML: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: a configuration has keys with values")
+    return found
+
+
+class _Has(dict[str, Any]):
+    """Dotted keys with their values, of which those that were asked for are known; values of "auto" are left out, since
+    the Trainer fills them in from what ours has too."""
+
+    def __init__(self, tables: Mapping[str, Any]) -> None:
+        super().__init__((key, value) for key, value in _flat(tables) if value not in ("auto", None))
+        self.asked: set[str] = set()
+
+    def take(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return self.get(key, default)
+
+
+def _flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _imported(
+    source: str, tables: Mapping[str, Any], table: Mapping[str, str], read: Callable[[_Has], dict[str, Any]]
+) -> Imported:
+    has, keys, without = _Has(tables), dict[str, Any](), list[str]()
+    layout = read(has)
+    for key, value in has.items():
+        ours = table.get(key)
+        if key in has.asked or value in (None, False, "none", "no", "", [], 0, -1, "Adam", "AdamW"):
+            continue
+        if ours is None:
+            without += [] if _NEEDLESS.fullmatch(key) else [f"{key} = {value}"]
+        elif not (ours.startswith("--") and value == 1):
+            keys[ours] = dtype_name(value, key) if ours.startswith("dtypes.") else value
+    keys = layout.pop("keys", {}) | keys
+    without += layout.pop("without", [])
+    return Imported(source=source, keys=keys, without=tuple(without), **layout)
+
+
+def _deepspeed(has: _Has) -> dict[str, Any]:
+    def zero(key: str, default: Any = None) -> Any:
+        return has.take(f"zero_optimization.{key}", default)
+
+    stage = int(zero("stage", 0))
+    wire = f"{'int8' * bool(zero('zero_quantized_weights'))}/{'int4' * bool(zero('zero_quantized_gradients'))}"
+    wire = "" if wire == "/" or stage < 3 else f"@{wire}"
+    inner, hpz, mics = f"{stage}{wire}", int(zero("zero_hpz_partition_size", 1)), int(zero("mics_shard_size", -1))
+    zero("mics_hierarchical_params_gather")
+    outer = f"{stage}k{wire}" if hpz > 1 else "0" if mics > 0 else ""
+    dtype = next((name for name in ("bf16", "fp16") if has.take(f"{name}.enabled") is True), "fp32")
+    # DeepSpeed's engine accumulates in the model's dtype where it shards (get_data_types).
+    keys = {} if dtype == "fp32" else {"dtypes.param": dtype, "dtypes.grad": dtype if stage else "fp32"}
+    devices = [zero(f"offload_{kind}.device", "none") for kind in ("optimizer", "param")]
+    return {
+        "parts": ((inner, max(hpz, mics)), (outer, 0)) if outer else ((inner, 0),),
+        "keys": keys,
+        **_offload(stage, devices, zero("offload_optimizer.ratio", 1.0)),
+    }
+
+
+def _offload(stage: int, devices: Sequence[str], ratio: float = 1.0) -> dict[str, Any]:
+    """The host's stage of DeepSpeed's offload: the inverse of `emit_deepspeed`."""
+    if "nvme" in devices:
+        return {
+            "without": [f"offload to nvme ({', '.join(devices)}): shards lie on the device or in the host's memory"]
+        }
+    states, params = (device == "cpu" for device in devices)
+    host = 3 if params and stage == 3 else min(stage, 2) if states else 0
+    share = "" if ratio == 1 else f"[{100 * ratio:g}%]"
+    return {"host": f"{share}={host}" if host else ""}
+
+
+_FSDP = {"FULL_SHARD": "3", "SHARD_GRAD_OP": "3k", "NO_SHARD": "0", "HYBRID_SHARD": "3", "HYBRID_SHARD_ZERO2": "3k"}
+"""Stages of torch's `ShardingStrategy`, which are also numbered from 1 on."""
+
+
+def _accelerate(has: _Has, beside: Imported | None = None) -> dict[str, Any]:
+    kind = has.take("distributed_type")
+    dtype = has.take("mixed_precision", "no")
+    keys: dict[str, Any] = {"dtypes.param": dtype} if dtype in ("bf16", "fp16") else {}
+    found: dict[str, Any] = {"keys": keys, "mesh": _mesh(has)}
+    if dtype == "fp8":
+        keys["dtypes.param"], found["without"] = "bf16", ["mixed_precision = fp8"]
+    if beside is not None:
+        keys |= beside.keys
+        return found | {"parts": beside.parts, "host": beside.host, "without": list(beside.without)}
+    if kind == "DEEPSPEED":
+        zero = int(has.take("deepspeed_config.zero_stage", 2))
+        devices = [has.take(f"deepspeed_config.offload_{each}_device", "none") for each in ("optimizer", "param")]
+        return found | {"parts": ((str(zero), 0),)} | _offload(zero, devices)
+    if kind != "FSDP":
+        return found | {"parts": (("0", 0),)}
+
+    def fsdp(key: str, default: Any = None) -> Any:
+        return has.take(f"fsdp_config.fsdp_{key}", default)
+
+    named = str(fsdp("sharding_strategy", "FULL_SHARD")).upper()
+    named = [*_FSDP][int(named) - 1] if named.isdecimal() and 0 < int(named) <= len(_FSDP) else named
+    if named not in _FSDP:
+        raise InputError(f"fsdp_sharding_strategy must be {one_of(named, _FSDP)}")
+    stage = _FSDP[named]
+    if str(fsdp("reshard_after_forward", True)).lower() == "false":
+        stage = "3k"
+    if fsdp("activation_checkpointing"):
+        keys["model.activation_checkpointing"] = "full"
+    replicas, shards = (
+        has.take(f"parallelism_config.parallelism_config_dp_{n}_size", 1) for n in ("replicate", "shard")
+    )
+    hybrid = named.startswith("HYBRID") or int(replicas) > 1
+    parts = ((stage, int(shards) if int(replicas) > 1 else 0), ("0", 0)) if hybrid else ((stage, 0),)
+    return found | {"parts": parts, "host": "=3" if fsdp("offload_params") else ""}
+
+
+def _mesh(has: _Has) -> tuple[tuple[str, int], ...]:
+    world, machines = int(has.take("num_processes", 0)), int(has.take("num_machines", 1))
+    if not world:
+        return ()
+    return (("node", world // machines), ("cluster", machines)) if machines > 1 else (("node", world),)
+
+
+def _torchtitan(has: _Has) -> dict[str, Any]:
+    def degree(key: str, default: Any) -> Any:
+        return has.take(f"parallelism.{key}", default)
+
+    replicas, shards = (int(degree(f"data_parallel_{name}_degree", n)) for name, n in (("replicate", 1), ("shard", -1)))
+    stage = "3k" if degree("fsdp_reshard_after_forward", "default") == "never" else "3"
+    stage = "0" if shards == 1 else stage
+    keys = {"model.activation_checkpointing": "selective", "dtypes.param": "bf16", "dtypes.reduce": "fp32"}
+    if has.take("checkpoint.enable", has.take("checkpoint.enable_checkpoint")):
+        keys["checkpoint.every"] = has.take("checkpoint.interval", 500)
+    betas = [has.take(f"optimizer.beta{n}", default) for n, default in ((1, 0.9), (2, 0.95))]
+    has.take("checkpoint.interval")
+    return {
+        "parts": ((stage, max(0, shards)), ("0", 0)) if replicas > 1 and stage != "0" else ((stage, 0),),
+        "host": "=3" if has.take("training.enable_cpu_offload") else "",
+        "keys": keys | {"optimizer.betas": betas},
+    }
