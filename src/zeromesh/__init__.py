@@ -6,6 +6,7 @@ Names are loaded when first used, so that what only plans never imports torch.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'zeromesh' has no attribute {name!r}")
+    if "IPython" in sys.modules:
+        importlib.import_module("zeromesh.report.notebook")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

@@ -19,6 +19,7 @@ from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Strategy, layouts_of, part_name
 from zeromesh.strategy.parts import with_given
 from zeromesh.strategy.plan import DTYPE_FIELDS, dtype_name
+from zeromesh.units import short_repr
 
 if TYPE_CHECKING:
     import torch
@@ -191,6 +192,8 @@ class Sharding(Options):
     mesh: Mapping[str, int] | Sizes | DeviceMesh | None = None
     cluster: Cluster | str | None = None
     workload: Workload | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if isinstance(self.mesh, Mapping):

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from html import escape
+from typing import Any, Literal, TypeVar
+
+from zeromesh.units import short_repr
 
 Kind = Literal["compute", "communicate", "wait"]
+
+
+LineT = TypeVar("LineT", "MemoryLine", "TrafficLine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,28 @@ class TrafficLine:
     def label(self) -> str:
         """The axis, and the direction where there are two."""
         return f"{self.axis} {self.direction}".rstrip()
+
+
+class Lines(list[LineT]):
+    """Lines of a report, shown as a table."""
+
+    def _rows(self) -> list[list[str]]:
+        """Heads, then a row for each line; columns that are empty in all lines are left out."""
+        names = [each.name for each in fields(self[0])] if self else []
+        shown = [name for name in names if any(getattr(line, name) != "" for line in self)]
+        rows: list[list[Any]] = [[getattr(line, name) for name in shown] for line in self]
+        heads = [name.replace("_", " ") for name in shown]
+        return [heads, *([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows)]
+
+    def __repr__(self) -> str:
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+
+    def _repr_html_(self) -> str:
+        heads, *rows = (map(escape, row) for row in self._rows())
+        body = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in rows)
+        return f"<table><tr><th>{'</th><th>'.join(heads)}</th></tr>{body}</table>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +115,8 @@ class Trace:
     label: str
     events: tuple[Event, ...]
     memory: tuple[tuple[float, float], ...] = field(default=())
+
+    __repr__ = short_repr
 
     @property
     def step_s(self) -> float:

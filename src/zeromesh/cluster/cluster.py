@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from zeromesh.cluster.device import Device
 from zeromesh.cluster.level import Level
 from zeromesh.errors import ClusterError, nearest
+from zeromesh.units import short_repr
 
 HOST_SHARE = 0.95
 """Share of a machine's memory for the shards of its ranks; the system and the processes themselves need some."""
@@ -38,6 +39,8 @@ class Cluster:
     host_step_bytes_per_s: float | None = None
     description: str = ""
     sources: tuple[tuple[str, str], ...] = ()
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not self.levels:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from zeromesh.cluster.kernel import Kernel
 from zeromesh.errors import ClusterError, nearest
+from zeromesh.units import short_repr
 
 #: Matrix dtypes a device may state a peak for, in the order in which a training run would choose one: the last two only
 #: for the products of blocks, where it is told to. mxfp8 has a scale for each 32 elements, fp8 one for each tensor.
@@ -37,6 +38,8 @@ class Device:
     multiprocessors: int | None = None
     cores: float | None = None
     kernels: tuple[Kernel, ...] = ()
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_flops", _pairs(self.peak_flops))

@@ -10,6 +10,7 @@ from typing import Self
 
 from zeromesh.cluster.curve import OPERATIONS, Curve
 from zeromesh.errors import ClusterError, one_of
+from zeromesh.units import short_repr
 
 #: Kinds of link whose achieved share of nominal bandwidth and latency of a step the cost model knows apart.
 #: "auto" goes by the level's place: see `link_kind`.
@@ -74,6 +75,8 @@ class Level:
     curves: tuple[Curve, ...] = ()
     inner: int = 1
     outer: int = 1
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shares", tuple(sorted(dict(self.shares).items())))

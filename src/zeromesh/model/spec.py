@@ -19,6 +19,7 @@ from enum import StrEnum
 
 from zeromesh.errors import ModelError, one_of
 from zeromesh.model.shape import Kernels, TransformerShape
+from zeromesh.units import short_repr
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5}
 
@@ -313,6 +314,8 @@ class ModelSpec:
     source: str = ""
     assumed: tuple[str, ...] = ()
     built_from: BuiltFrom | None = field(default=None, compare=False, repr=False)
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not self.units:

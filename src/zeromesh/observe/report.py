@@ -25,7 +25,7 @@ from zeromesh.schedule.memory import MemoryPlan
 from zeromesh.schedule.step import sent_bytes_per_axis
 from zeromesh.schedule.transfer import HOST_AXIS
 from zeromesh.strategy.stage import HOST
-from zeromesh.trace import MemoryLine, TrafficLine
+from zeromesh.trace import Lines, MemoryLine, TrafficLine
 
 T = TypeVar("T")
 
@@ -33,12 +33,14 @@ _TRIAL_NUMEL = 16
 """Elements that `_state_bytes` steps on: one vector of any machine's fused implementation."""
 
 
-def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[MemoryLine]:
+def memory_report(
+    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
+) -> Lines[MemoryLine]:
     """Model state of this rank: predicted by the schedule, beside the storages that are there.
 
     Args:
         model: sharded.
-        optimizer: whose states count as optimizer memory. Without it the masters alone count.
+        optimizer: whose states count as optimizer memory; one or several. Without it the masters alone count.
 
     Returns:
         Lines params, grads, optimizer (masters and states), buffers (slots, kept copies, residuals, staging,
@@ -53,13 +55,16 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     gradient for, which torch's optimizers make no states for.
     """
     engine = engine_of(model)
-    plan, lines = engine.schedule.memory, list[MemoryLine]()
-    states = dict[str, tuple[int, int]]() if optimizer is None else _optimizer_states(engine, optimizer)
+    plan, lines = engine.schedule.memory, Lines[MemoryLine]()
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+    states = [_optimizer_states(engine, each) for each in optimizers]
     for place, own in ("device", plan), ("host", plan.host):
         if own is not None:
-            lines += _lines_of(place, own, _held_tensors(engine, place), *states.get(place, (0, 0)))
-    if isinstance(optimizer, OwnerOptimizer):
-        predicted, taken = optimizer.room_bytes()
+            predicted, held = (sum(each.get(place, (0, 0))[side] for each in states) for side in (0, 1))
+            lines += _lines_of(place, own, _held_tensors(engine, place), predicted, held)
+    rooms = [each.room_bytes() for each in optimizers if isinstance(each, OwnerOptimizer)]
+    if rooms:
+        predicted, taken = map(max, zip(*rooms, strict=True))  # they step one after the other
         lines.append(MemoryLine(kind="step", predicted_bytes=predicted, allocated_bytes=taken))
     return lines
 
@@ -201,7 +206,13 @@ class traffic_report:  # used as a function that is also a context
         for each, record in self._before.items():
             each.recorded(record)
 
-    def lines(self, steps: int = 1) -> list[TrafficLine]:
+    def __repr__(self) -> str:
+        return repr(self.lines())
+
+    def _repr_html_(self) -> str:
+        return self.lines()._repr_html_()
+
+    def lines(self, steps: int = 1) -> Lines[TrafficLine]:
         """Bytes per step and axis, innermost first.
 
         Args:
@@ -221,7 +232,7 @@ class traffic_report:  # used as a function that is also a context
         directions = ("down", "up") if schedule.memory.host else ()
         own = replace(HOST_AXIS, stage=schedule.strategy.host)
         host = [(f"{HOST} {direction}", own, direction) for direction in directions]
-        return [
+        return Lines(
             TrafficLine(
                 axis=axis.name,
                 size=axis.size,
@@ -232,4 +243,4 @@ class traffic_report:  # used as a function that is also a context
                 direction=direction,
             )
             for line, axis, direction in (*host, *((axis.name, axis, "") for axis in schedule.axes))
-        ]
+        )

@@ -18,6 +18,7 @@ from zeromesh.simulator.few import simulate_few
 from zeromesh.simulator.run import simulate_divided, static_memory
 from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.collective import AUTO
+from zeromesh.units import format_seconds, short_repr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class Candidate:
     recomputation: Recomputation
     parallel: Parallel = WHOLE
     bound_s: float = field(default=0.0, compare=False)
+
+    __repr__ = short_repr
 
     @property
     def named(self) -> str:
@@ -56,6 +59,11 @@ class Choice:
 
     candidate: Candidate
     simulation: Simulation
+
+    __repr__ = short_repr
+
+    def __str__(self) -> str:
+        return f"{self.candidate}: {format_seconds(self.simulation.step_s)} a step, {self.simulation.memory_text}"
 
     def to_json(self) -> dict[str, Any]:
         """The output of `simulate --json`, with the choices besides the strategy."""

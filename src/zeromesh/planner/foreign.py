@@ -20,7 +20,7 @@ from zeromesh.strategy.plan import Plan, dtype_name
 from zeromesh.strategy.stage import HOST
 
 SUFFIXES = (".json", ".yaml", ".yml", ".toml")
-"""Of files in place of a strategy."""
+"""Ends of names of files that may stand in place of a strategy."""
 
 Sizes = Sequence[tuple[str, int]]
 

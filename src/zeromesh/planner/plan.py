@@ -24,6 +24,7 @@ from zeromesh.planner.workload import Workload
 from zeromesh.simulator import Mechanics
 from zeromesh.strategy import Plan, Stage, Strategy
 from zeromesh.trace import Trace
+from zeromesh.units import short_repr
 
 TRACED_MICRO_BATCHES = 4
 """Micro-batches shown in a timeline: the ones between are alike."""
@@ -60,6 +61,8 @@ class Planned:
     host_s: float
     seconds: float
     trace: Trace | None = None
+
+    __repr__ = short_repr
 
     @property
     def plan(self) -> Plan:

@@ -33,6 +33,7 @@ from zeromesh.simulator import DEFAULT_MARGIN, Mechanics, find_engine
 from zeromesh.simulator.run import without_host
 from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.collective import AUTO, collectives, find_collective
+from zeromesh.units import short_repr
 
 Wires = Literal["lossless", "any"]
 Hosts = Literal["auto", "any", "none"]
@@ -97,6 +98,8 @@ class Found:
     simulated: int
     bound_s: float
     rows: tuple[Rows, ...] = field(compare=False, repr=False)
+
+    __repr__ = short_repr
 
     def again(self, evaluator: Evaluator, wires: Wires) -> Found:
         """With what has been simulated since."""

@@ -12,6 +12,7 @@ from zeromesh.model import Recomputation
 from zeromesh.parallel import DEGREES, WHOLE, Parallel
 from zeromesh.simulator import FixedWorkload
 from zeromesh.strategy.plan import DTYPE_FIELDS, settle_dtypes
+from zeromesh.units import short_repr
 
 MAX_MICRO_BATCH = 64
 """Sequences per device and micro-batch beyond which none is tried: products are long since at their best rate."""
@@ -57,6 +58,8 @@ class Workload:
     pp_schedule: str = "1f1b"
     pp_chunks: int = 1
     sequence_parallel: bool = True
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         settle_dtypes(self)

@@ -10,12 +10,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.cluster import Cluster, find_cluster
+from zeromesh.rehearsal.compare import failures_of
 from zeromesh.rehearsal.result import Rehearsal
+from zeromesh.rehearsal.show import rehearsal_page
 from zeromesh.rehearsal.steps import Stage
 from zeromesh.rehearsal.virtual import virtual_rank
+from zeromesh.report.notebook import framed
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+
+def _in_notebook(found: Rehearsal) -> str:
+    return framed(rehearsal_page([found], failures_of([found])))
+
+
+Rehearsal._repr_html_ = _in_notebook  # type: ignore[attr-defined]  # for IPython alone
 
 
 def rehearse(

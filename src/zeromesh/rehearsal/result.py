@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zeromesh.trace import MemoryLine, Trace, TrafficLine
-from zeromesh.units import format_bytes
+from zeromesh.units import format_bytes, short_repr
 
 Phase = Literal["build", "shard", "forward", "recompute", "backward", "optimizer", "other"]
 
@@ -217,6 +217,8 @@ class Rehearsal:
     step_s: float | None = None
     exposed_s: float | None = None
     trace: Trace | None = None
+
+    __repr__ = short_repr
 
     def launches_per_unit(self) -> dict[str, int]:
         """By lane, the most of any block; of any unit where the model has no blocks."""

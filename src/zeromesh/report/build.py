@@ -60,12 +60,13 @@ def plan_page(planned: Planned) -> str:
     ).to_html()
 
 
-def simulation_page(choices: Sequence[Choice], cluster: Cluster) -> str:
+def simulation_page(choices: Sequence[Choice], cluster: Cluster | None = None) -> str:
     """The page of one simulated strategy, as HTML: of its first choice, with the others in a table."""
     choice, simulation = choices[0], choices[0].simulation
+    devices = f"{cluster.world} x {cluster.device.name}" if cluster else f"{simulation.world} devices"
     return Page(
-        title=f"{simulation.named} on {cluster.world} x {cluster.device.name}",
-        subtitle=f"engine {simulation.engine}, cluster {cluster.name}: {_levels(cluster)}",
+        title=f"{simulation.named} on {devices}",
+        subtitle=f"engine {simulation.engine}" + (f", cluster {cluster.name}: {_levels(cluster)}" if cluster else ""),
         facts=_facts(choice),
         memory=_memory(choices, simulation.memory_limit_bytes, cluster),
         timeline=timeline(simulation.trace, simulation.micro_batches) if simulation.trace else None,
@@ -233,15 +234,14 @@ def _facts(choice: Choice) -> tuple[Fact, ...]:
     )
 
 
-def _memory(choices: Sequence[Choice], limit_bytes: float, cluster: Cluster) -> MemoryChart:
+def _memory(choices: Sequence[Choice], limit_bytes: float, cluster: Cluster | None) -> MemoryChart:
     most = max(limit_bytes, *(choice.simulation.memory.total for choice in choices)) * 1.05
     return MemoryChart(
         kinds=_KINDS,
         bars=tuple(_bar(choice, most) for choice in choices),
         limit=100 * limit_bytes / most,
-        limit_label=(
-            f"{format_bytes(limit_bytes)} usable of {format_bytes(cluster.device.memory_bytes)} ({cluster.device.name})"
-        ),
+        limit_label=f"{format_bytes(limit_bytes)} usable"
+        + (f" of {format_bytes(cluster.device.memory_bytes)} ({cluster.device.name})" if cluster else ""),
         limit_bytes=limit_bytes,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.simulator.memory import MemoryBytes
 from zeromesh.trace import Trace
-from zeromesh.units import format_bytes
+from zeromesh.units import format_bytes, short_repr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +127,8 @@ class Simulation:
     host_memory_bytes: float = 0.0
     machine_devices: int = 1
     machine_limit_bytes: float = inf
+
+    __repr__ = short_repr
 
     @property
     def named(self) -> str:

@@ -13,6 +13,7 @@ from zeromesh.files import parse_json, read_text
 from zeromesh.parallel import Parallel
 from zeromesh.strategy.stage import FLOAT_DTYPES
 from zeromesh.strategy.strategy import Strategy
+from zeromesh.units import short_repr
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -84,6 +85,8 @@ class Plan:
     master_dtype: str | None = None
     parallel: Parallel | None = None
     predicted: dict[str, Any] | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         settle_dtypes(self)

@@ -25,6 +25,7 @@ from typing import Literal, get_args
 from zeromesh.errors import NotationError, nearest, one_of
 from zeromesh.strategy.collective import AUTO, collectives
 from zeromesh.strategy.stage import DEFAULT_WIRE, HOST, Stage, Wire, preset_axes
+from zeromesh.units import short_repr
 
 Overlap = Literal["all", "gather", "none"]
 Split = int | Literal["*"] | None
@@ -99,6 +100,8 @@ class Strategy:
     host: Stage = Stage.ZERO
     percent: int = 100
     parts: tuple[tuple[str, Strategy], ...] = ()
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", _normal_form(self.axes))

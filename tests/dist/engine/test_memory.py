@@ -96,6 +96,15 @@ OPTIMIZERS = {
 }
 
 
+@on_ranks(4)
+def test_several_optimizers_count_together():
+    model = zm.shard(Net().double(), mesh_of(2, 2), "node=3,cluster=1")
+    params = list(model.parameters())
+    several = [optim.AdamW(params[::2], **ADAM), optim.SGD(params[1::2], **MOMENTUM)]
+    masters, *own = (optimizer_line(model, each).predicted_bytes for each in (None, *several))
+    assert masters < own[0] and sum(own) - masters == optimizer_line(model, several).predicted_bytes
+
+
 def optimizer_line(model, optimizer):
     return next(line for line in zm.memory_report(model, optimizer) if line.kind == "optimizer")
 
