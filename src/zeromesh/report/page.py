@@ -14,6 +14,29 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 
 from zeromesh.units import format_bytes
 
+_BATCHES = "sequences of one forward and backward on a device, x how often a step does both"
+_RECOMPUTED = "activations that the backward computes again instead of keeping: none, selective (cheap ones) or full"
+TERMS = {
+    "strategy": "the stage of each level, the innermost first: 0 shards nothing, 1 optimizer states, 2 also gradients, "
+    "3 also parameters; d reduces once a step, k keeps gathered parameters for the backward",
+    "MFU": "model FLOPs utilisation: the model's operations a second over the device's peak",
+    "micro-batch": _BATCHES,
+    "sequences x micro-batches": _BATCHES,
+    "recompute": _RECOMPUTED,
+    "recomputation": _RECOMPUTED,
+    "exposed": "time in which the device stands still for it",
+    "params": "parameters, or the shard of them that a device holds",
+    "grads": "the shard of gradients that are accumulated",
+    "optimizer": "states and fp32 masters of the optimizer's shard",
+    "buffers": "room for gathered parameters and for gradients that wait to be reduced",
+    "activations": "outputs that the forward keeps for the backward",
+    "overhead": "the device's context and communicators",
+    "stage": "0 shards nothing over this axis, 1 optimizer states, 2 also gradients, 3 also parameters",
+    "axis": "a level of the machine, or a part of one: node[2] is 2 of a node",
+    "reserved": "memory that torch's allocator has taken from the device",
+}
+"""Terms of the pages, which explain them where they stand."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
@@ -203,7 +226,7 @@ class Page:
 
     def to_html(self) -> str:
         """The page, self-contained: no script, font, image or style from elsewhere."""
-        return _environment().get_template("page.html.j2").render(page=self)
+        return _environment().get_template("page.html.j2").render(page=self, terms=TERMS)
 
 
 @cache

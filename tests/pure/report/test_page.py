@@ -9,6 +9,7 @@ import struct
 import subprocess
 import zlib
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,28 @@ def test_a_browser_shows_the_plan(browser: str, planned: Planned, tmp_path: Path
         assert reason.strategy in dom
     rows = re.findall(r"<tr>", dom)
     assert len(rows) == 2 + len(planned.candidates) + len(best.axes)
+
+
+def test_nothing_is_wider_than_a_phone(browser: str, planned: Planned, tmp_path: Path) -> None:
+    """Tables scroll by themselves. The page has no script, so one around it measures."""
+    deep = find_cluster("frontier-mi250x").take(64)
+    work = Workload(seq_len=4096, global_batch_tokens=64 * 4096)
+    strategy = Strategy.parse("package=3,node[2]=3,node[2]=2,cluster[4]=2,cluster[*]=0")
+    pages = plan_page(planned), simulation_page(simulate_choices(preset("llama-7b"), deep, work, strategy), deep)
+    for number, html in enumerate(pages):
+        around = tmp_path / f"{number}.html"
+        measure = "document.title = document.querySelector('iframe').contentDocument.documentElement.scrollWidth"
+        frame = f'<iframe srcdoc="{escape(html)}" style="width: 360px; border: 0"></iframe>'
+        around.write_text(f"<title></title>{frame}<script>onload = () => {{ {measure} }}</script>")
+        dom = run_browser(browser, around, tmp_path / "profile", "--dump-dom")
+        assert "<title>360</title>" in dom
+
+
+def test_terms_are_explained_and_points_labelled_where_they_stand(planned: Planned) -> None:
+    html = plan_page(planned)
+    for term in ("MFU", "exposed", "activations", "stage", "strategy"):
+        assert re.search(rf'<abbr tabindex="0" title="[^"]+">{term}</abbr>', html), term
+    assert html.count("<li>") == len(planned.front) and f"<b>{len(planned.front)}</b></span>" in html
 
 
 def test_a_screenshot_has_bars_points_and_lanes(browser: str, planned: Planned, tmp_path: Path) -> None:
