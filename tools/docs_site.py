@@ -62,6 +62,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(link, markdown)
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """The theme loads a stand-in for workers from elsewhere; nothing here is."""
+    own = posixpath.relpath("search.js", posixpath.dirname(page.file.dest_uri) or ".")
+    return output.replace("https://unpkg.com/iframe-worker/shim", own)
+
+
+def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
+    """No page for wrong addresses: the site is opened as files."""
+    return "" if template_name == "404.html" else output
+
+
 def _reference() -> str:
     import zeromesh
 

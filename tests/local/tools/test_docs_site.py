@@ -82,6 +82,10 @@ def test_every_page_opens_in_a_browser(tmp_path: Path) -> None:
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=quiet, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
+    page = (site / "planning.html").read_text()
+    for feature in ("md-footer__link--next", "md-footer__link--prev", 'data-md-color-scheme="slate"', "search.js"):
+        assert feature in page
+    assert (site / "search/search_index.js").exists() and "unpkg" not in page  # nothing is loaded from elsewhere
     if browser is None:
         pytest.skip("no browser here: the site was built and its links followed, and not opened")
     pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html") if path.name != "404.html")
@@ -95,6 +99,9 @@ def test_every_page_opens_in_a_browser(tmp_path: Path) -> None:
             opened.kill()
             opened.wait()
     assert len(found) > 40 and list(found) == pages
+    asked = ["--virtual-time-budget=20000", "--dump-dom", f"{(site / 'planning.html').as_uri()}?q=HO-Ring"]
+    dom = subprocess.run([browser, *options, *asked], capture_output=True, text=True, check=True).stdout
+    assert dom.count('class="md-search-result__item"') > 2  # in a page that is opened as a file
     empty = [page for page, seen in found.items() if not seen["heading"] or seen["text"] < 300]
     assert not empty and not [(page, seen["errors"]) for page, seen in found.items() if seen["errors"]]
     reference = (site / "reference.html").read_text()
