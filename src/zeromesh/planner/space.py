@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from itertools import combinations, permutations
 from typing import Any, Literal
 
@@ -88,13 +88,13 @@ def cuts_of(level: str, size: int, *, splits: Splits, stages: Sequence[Stage] = 
     Args:
         splits: `none` gives the whole level one stage, `once` cuts it into at most two parts, `all` into any number.
     """
-    allowed = [STAGES.index(stage) for stage in STAGES if stage in stages]
+    allowed = tuple(STAGES.index(stage) for stage in STAGES if stage in stages)
     most = {"none": 1, "once": 2, "all": len(allowed)}[splits]
     rows = [
         _row(chosen, sizes)
         for count in range(1, most + 1)
         for sizes in _factorisations(size, count)
-        for chosen in _assignments(allowed, sizes)
+        for chosen in _assignments(allowed, tuple(map(sizes.index, sizes)))
     ]
     if size == 1:
         rows = [[1] * len(STAGES)]
@@ -117,12 +117,11 @@ def _factorisations(size: int, count: int) -> Iterator[tuple[int, ...]]:
     return extend(size, count, 2)
 
 
-def _assignments(allowed: Sequence[int], sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Distinct stages for the factors; equal factors in one order only."""
-    for chosen in permutations(allowed, len(sizes)):
-        repeats = (chosen[i] > chosen[j] for i, j in combinations(range(len(sizes)), 2) if sizes[i] == sizes[j])
-        if not any(repeats):
-            yield chosen
+@cache  # a level has thousands of factorisations, and few patterns of equal factors
+def _assignments(allowed: tuple[int, ...], alike: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Distinct stages for factors, of which those with one number in `alike` are equal and come in one order only."""
+    pairs = [(i, j) for i, j in combinations(range(len(alike)), 2) if alike[i] == alike[j]]
+    return tuple(c for c in permutations(allowed, len(alike)) if all(c[i] <= c[j] for i, j in pairs))
 
 
 def _row(chosen: Sequence[int], sizes: Sequence[int]) -> list[int]:
