@@ -52,6 +52,10 @@ class Estimate:
     memory_bytes: float
     host_memory_bytes: float
 
+    def differs(self, other: Estimate) -> bool:
+        """Whether it is 1 % slower or faster, or a tenth smaller: less is no reason to look at it as well."""
+        return abs(self.step_s / other.step_s - 1) > 0.01 or self.memory_bytes < 0.9 * other.memory_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:

@@ -203,8 +203,11 @@ def plan(
         found = found.again(evaluator, options.wires)
     first = list(dict.fromkeys((best, found.best)))
     why = explain(evaluator, best.candidate, known(best.candidate.strategy.host))
-    kinds = [estimate for estimate in one_of_each_kind(evaluator, [*first, *found.ranked]) if estimate not in first]
-    shown = [*first, *kinds][: max(1, top)]
+    shown = first.copy()
+    for each in one_of_each_kind(evaluator, [*first, *found.ranked]):
+        if each not in first and all(map(each.differs, shown)):
+            shown.append(each)
+    shown = shown[: max(1, top)]
     candidates = tuple(_choice(evaluator, estimate) for estimate in shown)
     runner_up = next((c.candidate for c in candidates if c.candidate.named != best.candidate.named), None)
     if runner_up is not None:

@@ -51,6 +51,8 @@ def test_a_plain_layout_is_recommended_where_split_ones_gain_little(planned: Pla
     evaluator = Evaluator(MODEL, CLUSTER, WORK, "zeromesh", default_constants(), 0.0)
     assert len(one_of_each_kind(evaluator, estimates)) == len(estimates)
     assert shown[0] == planned.best.candidate and shown[1] == planned.fastest.candidate
+    others = [estimate for candidate in shown for estimate in estimates if estimate.candidate == candidate]
+    assert all(each.differs(before) for at, each in enumerate(others[2:], 2) for before in others[:at])
 
 
 def test_what_a_shorter_or_longer_step_may_take(planned: Planned) -> None:
