@@ -204,9 +204,9 @@ def plan(
     first = list(dict.fromkeys((best, found.best)))
     why = explain(evaluator, best.candidate, known(best.candidate.strategy.host))
     shown = first.copy()
-    for each in one_of_each_kind(evaluator, [*first, *found.ranked]):
-        if each not in first and all(map(each.differs, shown)):
-            shown.append(each)
+    for kind in one_of_each_kind(evaluator, [*first, *found.ranked]):
+        if kind not in first and all(map(kind.differs, shown)):
+            shown.append(kind)
     shown = shown[: max(1, top)]
     candidates = tuple(_choice(evaluator, estimate) for estimate in shown)
     runner_up = next((c.candidate for c in candidates if c.candidate.named != best.candidate.named), None)

@@ -20,7 +20,6 @@ Recompute = Literal["none", "selective", "full"]
 DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype")
 """Names of the dtypes in plans, workloads and `zm.shard`."""
 
-
 _TORCH_NAMES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, pairwise
+from math import prod
 from typing import Literal, get_args
 
 from zeromesh.errors import NotationError, nearest, one_of
@@ -277,7 +278,7 @@ def _merge_splits(name: str, parts: list[AxisStage]) -> Iterator[AxisStage]:
         raise NotationError(f"{name}[*] is what the other parts of {name} leave over, so it must be the outermost part")
     parts = [part for part in parts if part.split != 1] or parts[:1]
     merged = [
-        replace(same[0], split=_product(part.split for part in same))
+        replace(same[0], split=_product([part.split for part in same]))
         for same in (list(group) for _, group in groupby(parts, key=lambda part: (part.stage, part.wire)))
     ]
     # One stage over all of an axis: its size is the mesh's business, so the spelling with sizes is the same layout.
@@ -287,13 +288,9 @@ def _merge_splits(name: str, parts: list[AxisStage]) -> Iterator[AxisStage]:
     return iter([replace(whole, split=None, spelt=whole.split if isinstance(whole.split, int) else whole.spelt)])
 
 
-def _product(splits: Iterable[Split]) -> Split:
-    total = 1
-    for split in splits:
-        if split is None or split == "*":
-            return split
-        total *= split
-    return total
+def _product(splits: Sequence[Split]) -> Split:
+    odd = [split for split in splits if not isinstance(split, int)]
+    return odd[0] if odd else prod(split for split in splits if isinstance(split, int))
 
 
 def _check_mix(axes: Sequence[AxisStage]) -> None:
