@@ -229,10 +229,10 @@ class Trainer:
             self._note(f"stopped and saved after step {done} of {run.steps}")
         elif begun < done:
             self._note(f"\n{comparison(self.memory, gathered(self.traffic.lines()))}{self.counts.summary()}")
-        if run.export is not None and done == run.steps:
+        if run.export is not None and done >= run.steps:
             self._export(run.export)
         self._note(places(run.directory))
-        return done == run.steps
+        return done >= run.steps
 
     def step(self, step: int) -> StepOutcome:
         """One optimizer step over the step's global batch; without the optimizer if loss or norm is not finite."""

@@ -1,6 +1,6 @@
 """The example notebook: its cells before the launcher, and its function as each process runs it.
 
-Where nbclient and ipykernel are installed, all of it runs in a kernel. By hand: `jupyter execute examples/notebook.ipynb`.
+Where nbclient and ipykernel are installed, all of it runs in a kernel. By hand: `jupyter execute` of its file.
 """
 
 from __future__ import annotations
