@@ -3,16 +3,17 @@
 It is for tests and rehearsals on machines without a device; nothing that trains needs it. Its C++ is compiled on first
 use, in about a minute, into torch's cache of extensions, and needs a C++ compiler and ninja.
 
-Two modes, one a process:
+Three modes, one a process:
 
     real      kernels compute, on memory of the host; ranks exchange through gloo
     virtual   memory is reserved and not touched, kernels compute shapes; one process is a rank of any world
+    clocked   as virtual, and streams run on a wall clock; ranks exchange as many bytes through gloo
 
-In both, a `Checker` holds every access of every kernel against what streams, events and the host have waited for.
+In all, a `Checker` holds every access of every kernel against what streams, events and the host have waited for.
 
 Stable, for what builds on this:
 
-    start(virtual=False) -> Device        builds, registers; again is free, another mode is an error
+    start(virtual=False, clock=None)      -> Device; builds, registers; again is free, another mode is an error
     counting_group(rank, world)           torch's default process group, of any world, in this process
     launch_order("implicit")              context; collectives of all communicators begin in the order of launch
     memory_stats() -> MemoryStats         and reset_peak_memory()
@@ -25,6 +26,7 @@ docs/simdev.md says what it sees and what it cannot.
 
 from zeromesh.simdev.checker import Checker, EarlyFree, HostRead, HostWait, Race
 from zeromesh.simdev.device import (
+    Clock,
     Device,
     MemoryStats,
     counting_group,
@@ -40,6 +42,7 @@ __all__ = [
     "BACKEND",
     "COUNTING",
     "Checker",
+    "Clock",
     "Collective",
     "Device",
     "EarlyFree",

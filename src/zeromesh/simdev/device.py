@@ -22,14 +22,44 @@ NAME = "simdev"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """Rates of a device whose streams run on a wall clock.
+
+    Args:
+        flops: FLOP/s of matrix products.
+        memory_bytes_per_s: of all other kernels, over what they read and write.
+        host_bytes_per_s: of copies between device and host, in each direction.
+        dilation: seconds of the machine for one of the device. Links must be slower by as much.
+
+    Raises:
+        InputError: one is not positive.
+    """
+
+    flops: float
+    memory_bytes_per_s: float
+    host_bytes_per_s: float = 25e9
+    dilation: float = 1.0
+
+    def __post_init__(self) -> None:
+        if min(self.flops, self.memory_bytes_per_s, self.host_bytes_per_s, self.dilation) <= 0:
+            raise InputError(f"rates and dilation of a clock must be positive, got {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """The simulated device of this process.
 
     Args:
         virtual: whether memory is reserved only, and kernels compute shapes only.
+        clock: of a device that is clocked, which is virtual too.
     """
 
     virtual: bool
+    clock: Clock | None = None
+
+    @property
+    def mode(self) -> str:
+        return "real" if not self.virtual else "virtual" if self.clock is None else f"clocked by {self.clock}"
 
     @property
     def torch(self) -> torch.device:
@@ -62,26 +92,33 @@ LaunchOrder = Literal["none", "implicit"]
 _started: Device | None = None
 
 
-def start(virtual: bool = False) -> Device:
+def start(virtual: bool = False, *, clock: Clock | None = None) -> Device:
     """The device of this process: compiled where it is not yet, and registered with torch as "simdev".
+
+    Args:
+        virtual: its mode: virtual, else real.
+        clock: rates of the clocked mode, which is virtual with time.
 
     Raises:
         InputError: it cannot be compiled, it was started in the other mode, or torch has another device of the kind.
     """
     global _started
+    wanted = Device(virtual=virtual or clock is not None, clock=clock)
     if _started is None:
         _require_place()
-        native().set_virtual(virtual)
+        native().set_virtual(wanted.virtual)
+        if clock is not None:
+            native().start_clock(clock.flops, clock.memory_bytes_per_s, clock.host_bytes_per_s, clock.dilation)
         native().set_passed_over([str(Path(torch.__file__).parent), str(Path(__file__).parent)])
         backend_registration.rename_privateuse1_backend(NAME)
         torch._register_device_module(NAME, module)  # type: ignore[no-untyped-call]
         backend_registration.generate_methods_for_privateuse1_backend()
-        register_backends(virtual)
-        _started = Device(virtual=virtual)
-    if _started.virtual != virtual:
-        modes = ("virtual" if _started.virtual else "real"), ("virtual" if virtual else "real")
+        register_backends(alone=wanted.mode == "virtual")
+        _started = wanted
+    if _started != wanted:
         raise InputError(
-            f"the simulated device of this process is {modes[0]}, and cannot become {modes[1]}: use another process"
+            f"the simulated device of this process is {_started.mode}, and cannot become {wanted.mode}: use another "
+            f"process"
         )
     return _started
 

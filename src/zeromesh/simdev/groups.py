@@ -17,10 +17,10 @@ COUNTING = "simcount"
 """The same for one process that is a rank of any world: the others are taken to hold what this one holds."""
 
 
-def register_backends(virtual: bool) -> None:
-    """The first is what torch takes for the device by default."""
+def register_backends(*, alone: bool) -> None:
+    """The first is what torch takes for the device by default: without gloo where a process is `alone`."""
     names = {BACKEND: _through_gloo, COUNTING: _counting}
-    for name in sorted(names, reverse=virtual):
+    for name in sorted(names, reverse=alone):
         devices = ["simdev"] if name == BACKEND else ["simdev", "cpu"]
         dist.Backend.register_backend(name, names[name], extended_api=True, devices=devices)
 

@@ -77,6 +77,7 @@ void record(Event& event, int stream) {
     event.stream = stream;
     event.serial = ++serials;
   }
+  event.mark = wall::mark(stream);
   recorder::order("record", stream, event.serial);
 }
 
@@ -86,6 +87,7 @@ void wait(int stream, const Event& event) {
     Locked locked(lock());
     join(clocks[stream], event.clock);
   }
+  wall::wait(stream, event.mark);
   recorder::order("wait", stream, event.serial);
 }
 
@@ -93,6 +95,7 @@ void keep_launch_order(bool kept) {
   Locked locked(lock());
   order_kept = kept;
   launched = {};
+  wall::forget_order();
 }
 
 void launch_collective(int stream) {
@@ -100,6 +103,7 @@ void launch_collective(int stream) {
   if (!order_kept) return;
   join(clocks[stream], launched);
   launched = marked(stream);
+  wall::begin_in_order(stream);
 }
 
 void host_waits_for(int stream) {
@@ -107,6 +111,7 @@ void host_waits_for(int stream) {
     Locked locked(lock());
     join(host, marked(stream));
   }
+  wall::host_waits(wall::mark(stream));
   recorder::order("host waits for stream", stream, 0);
 }
 
@@ -116,6 +121,7 @@ void host_waits_for(const Event& event) {
     Locked locked(lock());
     join(host, event.clock);
   }
+  wall::host_waits(event.mark);
   recorder::order("host waits for event", event.stream, event.serial);
 }
 
@@ -124,6 +130,7 @@ void host_waits_for_all() {
     Locked locked(lock());
     for (int stream = 0; stream < kStreams; ++stream) join(host, marked(stream));
   }
+  for (int stream = 0; stream < kStreams; ++stream) wall::host_waits(wall::mark(stream));
   recorder::order("host waits for device", 0, 0);
 }
 

@@ -16,6 +16,8 @@
 #include <cstdint>
 #include <mutex>
 
+#include "wall.h"
+
 namespace simdev {
 
 // The default stream, and 32 of each of two priorities, handed out in turn, as CUDA's.
@@ -27,6 +29,7 @@ struct Event {
   Clock clock{};
   int64_t serial = 0;  // of its last recording
   int stream = -1;     // which that was on; -1 before the first
+  wall::MarkPtr mark{};
 };
 
 // Guards all that the device knows. Recursive, as what is freed while it is held frees other things.

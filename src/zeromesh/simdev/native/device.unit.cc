@@ -5,3 +5,4 @@
 #include "memory.cpp"
 #include "runtime.cpp"
 #include "tensors.cpp"
+#include "wall.cpp"

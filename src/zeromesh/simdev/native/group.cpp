@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <numeric>
+#include <set>
 
 #include "clocks.h"
 #include "recorder.h"
@@ -36,8 +37,8 @@ int64_t bytes_of(const Tensors& tensors) {
 // What was begun. It keeps the tensors until it has been waited for, as NCCL's does.
 class Begun final : public c10d::Work {
  public:
-  Begun(Tensors held, std::optional<Event> end, Works inner)
-      : held_(std::move(held)), end_(std::move(end)), inner_(std::move(inner)) {}
+  Begun(Tensors held, Tensors written, std::optional<Event> end, Works inner)
+      : held_(std::move(held)), written_(std::move(written)), end_(std::move(end)), inner_(std::move(inner)) {}
 
   bool wait(std::chrono::milliseconds) override {
     for (auto& work : inner_)
@@ -45,20 +46,25 @@ class Begun final : public c10d::Work {
     inner_.clear();
     if (end_) simdev::wait(current_stream(), *end_);
     held_.clear();
+    written_.clear();
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }
-  bool isCompleted() override { return true; }
+  bool isCompleted() override { return !end_ || wall::is_over(end_->mark); }
   bool isSuccess() const override { return true; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    wait(kNoTimeout);
-    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
-    future->markCompleted();
+    // Whoever waits for it has its stream wait, as NCCL's: it records an event on the current one.
+    std::vector<c10::Device> devices;
+    if (end_) devices.emplace_back(c10::DeviceType::PrivateUse1, 0);
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+    const int before = exchange_stream(end_ ? end_->stream : current_stream());
+    future->markCompleted(written_);
+    exchange_stream(before);
     return future;
   }
 
  private:
-  Tensors held_;
+  Tensors held_, written_;
   std::optional<Event> end_;
   Works inner_;
 };
@@ -235,7 +241,7 @@ class Group final : public c10d::Backend {
       Works* inner = nullptr) {
     ++sequence_;
     if (!together_) {
-      if (is_movable(read, written)) move();
+      if (is_movable(read, written)) after_all_before(move);
       return launch(name, async, read, written, sent_bytes, [] {}, inner == nullptr ? Works{} : std::move(*inner));
     }
     Together& all = *together_;
@@ -243,9 +249,9 @@ class Group final : public c10d::Backend {
     all.read.insert(all.read.end(), read.begin(), read.end());
     all.written.insert(all.written.end(), written.begin(), written.end());
     all.sent_bytes += sent_bytes;
-    if (is_movable(read, written)) move();
+    if (is_movable(read, written)) after_all_before(move);
     if (inner != nullptr) all.inner.insert(all.inner.end(), inner->begin(), inner->end());
-    return c10::make_intrusive<Begun>(Tensors{}, std::nullopt, Works{});
+    return c10::make_intrusive<Begun>(Tensors{}, Tensors{}, std::nullopt, Works{});
   }
 
   // Tells clocks, checker and recorder: [Note: Collectives].
@@ -260,12 +266,32 @@ class Group final : public c10d::Backend {
       if (on_device(tensor)) wrote(tensor, known);
     const int stream = async && device ? stream_ : current_stream();
     if (stream != current_stream()) follow(stream, current_stream());
+    wall::wait(stream, last_);  // kernels of one communicator run in the order of launch
     report(name, read, written, sent_bytes, stream, device);
+    if (wall::on() && !known) load(name, sent_bytes, stream);
     std::optional<Event> end;
     if (stream != current_stream()) record(end.emplace(), stream);
     Tensors held = read;
     held.insert(held.end(), written.begin(), written.end());
-    return c10::make_intrusive<Begun>(std::move(held), std::move(end), std::move(inner));
+    return c10::make_intrusive<Begun>(std::move(held), written, std::move(end), std::move(inner));
+  }
+
+  // On a wall clock the host waits to exchange values that are known: [Note: Words].
+  template <typename Move>
+  void after_all_before(const Move& move) const {
+    wall::host_waits(wall::mark(current_stream()));
+    wall::host_waits(last_);
+    move();
+  }
+
+  // The time that links take for values that are not: [Note: Wall clock]. None for what only sets a model up.
+  void load(const std::string& name, int64_t sent_bytes, int stream) {
+    static const std::set<std::string> loads{"all_gather", "reduce_scatter", "all_reduce", "all_to_all"};
+    const int messages = (name == "all_reduce" ? 2 : 1) * (getSize() - 1);
+    if (messages == 0 || loads.count(name) == 0) return;
+    const int64_t bytes = std::max<int64_t>(1, sent_bytes / messages);
+    wall::run(stream, [=, transport = transport_] { transport->load(bytes, messages, name == "all_to_all"); });
+    last_ = wall::mark(stream);
   }
 
   static void follow(int stream, int other) {
@@ -362,10 +388,11 @@ class Group final : public c10d::Backend {
     return all;
   }
 
-  std::unique_ptr<Transport> transport_;
+  std::shared_ptr<Transport> transport_;  // jobs under way hold it too
   c10::intrusive_ptr<Options> options_;
   int stream_;
   uint64_t sequence_ = 0;
+  wall::MarkPtr last_{};  // end of the last collective on a wall clock
   std::optional<Together> together_{};
 };
 

@@ -14,6 +14,7 @@
 #include <torch/library.h>
 
 #include <cstring>
+#include <map>
 #include <set>
 
 #include "clocks.h"
@@ -93,6 +94,22 @@ IValue changed(const IValue& value, const Change& change) {
   return value;
 }
 
+// That there are of it in memory, which an expanded one has less of.
+double held_bytes(const at::Tensor& tensor) {
+  auto bytes = static_cast<double>(tensor.itemsize());
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+    if (tensor.stride(dim) != 0) bytes *= static_cast<double>(tensor.size(dim));
+  return bytes;
+}
+
+// An operator of the host, on memory that stands for its own, takes the calling thread's time.
+void take_time(bool on_host, double flops, double bytes) {
+  if (on_host)
+    wall::host_works(bytes);
+  else
+    wall::kernel(current_stream(), flops, bytes);
+}
+
 // One call of an operator on the device.
 class Call {
  public:
@@ -122,6 +139,7 @@ class Call {
     for (const auto& operand : operands_)
       if (operand.writes) wrote(operand.tensor, known);
     report(results);
+    if (wall::on() && !is_view(schema_)) take_time(is_of_host(), flops(results), moved_bytes(results));
     return results;
   }
 
@@ -248,6 +266,24 @@ class Call {
     if (recorder::on) recorder::kernel(c10::toString(schema_.operator_name()), arguments_, results);
   }
 
+  // Of a matrix product; 0 of all others.
+  double flops(const std::vector<IValue>& results) const {
+    static const std::map<std::string, size_t> products{{"aten::mm", 0}, {"aten::bmm", 0}, {"aten::addmm", 1}, {"aten::baddbmm", 1}};
+    const auto found = products.find(schema_.name());
+    if (found == products.end()) return 0;
+    return 2.0 * static_cast<double>(results[0].toTensor().numel() * arguments_[found->second].toTensor().size(-1));
+  }
+
+  // Each argument is read, each result written, once.
+  double moved_bytes(const std::vector<IValue>& results) const {
+    double bytes = 0;
+    for (const auto& operand : operands_) bytes += (operand.reads + operand.writes) * held_bytes(operand.tensor);
+    for (size_t i = 0; i < results.size(); ++i)
+      if (schema_.returns()[i].alias_info() == nullptr)
+        for_each_on_device(results[i], [&](const at::Tensor& tensor) { bytes += held_bytes(tensor); });
+    return bytes;
+  }
+
   static constexpr size_t kWordBytes = 1 << 20;  // [Note: Words]
 
   const c10::OperatorHandle& op_;
@@ -275,6 +311,10 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const bool to_host = down || in_host_memory(to), from_host = up || in_host_memory(from);
   if (!to_host || !from_host)
     report_copy(to_host ? "copy to the host" : from_host ? "copy from the host" : "aten::copy_", from, to);
+  if (to_host != from_host)
+    wall::copy(current_stream(), from_host, static_cast<int64_t>(to.nbytes()));
+  else
+    take_time(to_host, 0, held_bytes(from) + held_bytes(to));
   const at::Tensor& host = down ? to : from;
   if ((down || up) && to.numel() != 0 && !(non_blocking && is_pinned(host.storage().data()))) {
     if (down) checker::host_read("copy to the host", current_stream(), static_cast<int64_t>(to.nbytes()));

@@ -33,6 +33,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device, int priority) const override { return as_stream(new_stream(priority < 0)); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return as_stream(exchange_stream(number(stream))); }
   bool queryStream(const c10::Stream& stream) const override {
+    if (!wall::is_over(wall::mark(number(stream)))) return false;
     host_waits_for(number(stream));
     return true;
   }
@@ -52,8 +53,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) simdev::wait(number(stream), *static_cast<Event*>(event));
   }
-  // All that was issued has been done: whoever asks may rely on it, as on a wait.
+  // What is done may be relied on, as on a wait: without a wall clock, all that was issued.
   bool queryEvent(void* event) const override {
+    if (event != nullptr && !wall::is_over(static_cast<Event*>(event)->mark)) return false;
     if (event != nullptr) host_waits_for(*static_cast<Event*>(event));
     return true;
   }
@@ -62,7 +64,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) host_waits_for(*static_cast<Event*>(event));
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  double elapsedTime(void*, void*, c10::DeviceIndex) const override { return 0; }
+  double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
+    return 1e3 * wall::seconds_between(static_cast<Event*>(from)->mark, static_cast<Event*>(to)->mark);
+  }
 
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     use_on_stream(data.get(), number(stream));

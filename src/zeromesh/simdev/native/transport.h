@@ -25,6 +25,8 @@ class Transport {
   // `terms` of all ranks, added up (or as `op` says) into `out`.
   virtual void reduce(const std::vector<at::Tensor>& terms, at::Tensor out, const c10d::ReduceOp& op) = 0;
   virtual void barrier() = 0;
+  // Sends so many messages of nobody's values and receives as many: round the ring, or one to each other rank.
+  virtual void load(int64_t bytes, int messages, bool to_each) = 0;
   virtual c10::intrusive_ptr<c10d::Work> send(at::Tensor tensor, int to, int tag) = 0;
   virtual c10::intrusive_ptr<c10d::Work> receive(at::Tensor tensor, int from, int tag) = 0;
 };

@@ -1,0 +1,412 @@
+"""How much of its communication a step hides: ours, FSDP2 and DDP on devices with a wall clock, behind slow links.
+
+    make bench-overlap ARGS="--out benchmarks/results/overlap.json"
+    python -m benchmarks.overlap --cells "2x2 200mbit" --budget-s 1800 --out benchmarks/results/overlap.json
+
+Needs root and a compiler: each rank has a simulated device in its clocked mode (docs/simdev.md), behind shaped links of
+an emulated cluster (`lab`), one rank a leaf. Kernels take time and no processor; collectives are a ring of messages
+over gloo, for all systems alike. So two cores carry eight ranks, if time is slow enough: links and kernels are slower
+by one factor, `dilation`, and seconds are given in the device's. `busy` is the share of the cores that the ranks took.
+
+The model is a stack of linear layers without bias, one a unit, in fp32. Kernels are few and long. The rate of products
+is such that a step computes `ratio` times as long as the outermost link needs for `node=3,cluster=1`. A row's bound is
+the longest of computation and of any link's bytes, as its counters have them, over its rate. Steps follow one another
+without a pause, and the median of all but the first counts. `phases` say where the computation's stream stood still:
+forwards, backwards and what comes after the last of them, over the time that their products take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import math
+import os
+import re
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import zeromesh as zm
+from benchmarks.harness import ROOT, parser
+from lab import Lab
+from lab.counters import difference
+from zeromesh import simdev
+from zeromesh.engine.api import engine_of
+from zeromesh.files import write_whole
+from zeromesh.measure.setting import read_setting
+
+LAYERS, WIDTH, TOKENS = 12, 896, 64
+PARAMETERS = LAYERS * WIDTH**2
+PRODUCTS_FLOPS = (6 * LAYERS - 2) * WIDTH**2 * TOKENS  # of a micro-batch: the first layer's input needs no gradient
+BUCKET_MIB = 4
+"""Of DDP and of our joined units: one layer, as 25 MiB of a model of usual size."""
+
+FLOPS_PER_BYTE = 160 * TOKENS / 8192
+"""Of an H100 as kernels reach it, if its micro-batches had 8,192 tokens: so many make a computation of this length."""
+
+FAST_BITS = 10e9
+PAYLOAD = 1448 / 1514
+"""Of a link's rate, which holds for whole frames."""
+
+AXES = {2: ("cluster", "node"), 3: ("cluster", "pod", "node")}
+OURS = {2: "3,1 3,2 3,3 1,1", 3: "3,1,1 3,3,1 3,3,2 3,3,3 1,1,1"}
+"""Strategies by depth, innermost axis first."""
+
+SAME_MEMORY = 1.10
+"""Peaks of one layout of ours and of FSDP2 lie 7 % apart in a model of 12 layers: the layers that are held at once."""
+
+LONG_S = 15.0
+"""Of systems with longer first steps, by the machine's clock, one step is timed."""
+
+Step = Callable[[list[torch.Event]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One setting.
+
+    Args:
+        shape: of the mesh, outermost first.
+        slow: rate of the outermost links, as the lab spells it.
+        micro_batches: of a step.
+        ratio: computation over communication.
+        dilation: seconds of the machine for one of the device.
+    """
+
+    shape: tuple[int, ...]
+    slow: str
+    micro_batches: int
+    ratio: float
+    dilation: float
+
+    @property
+    def name(self) -> str:
+        return f"{'x'.join(map(str, self.shape))} {self.slow} {self.micro_batches}mb {self.ratio:g}"
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Payload of a link at each level, outermost first, in bytes a second of the device."""
+        slow = {"200mbit": 200e6, "1gbit": 1e9}[self.slow]
+        return tuple(bits / 8 * PAYLOAD for bits in (slow, *[FAST_BITS] * (len(self.shape) - 1)))
+
+    @property
+    def tree(self) -> str:
+        """For the lab, whose links are slower by the dilation."""
+        bits = [rate * 8 / PAYLOAD / self.dilation for rate in self.rates]
+        return ",".join(f"{size}@{round(rate / 1e3)}kbit" for size, rate in zip(self.shape, bits, strict=True))
+
+    @property
+    def computation_s(self) -> float:
+        outer = self.shape[0]
+        return self.ratio * 2 * (outer - 1) / outer * 4 * PARAMETERS / self.rates[0]
+
+    @property
+    def clock(self) -> simdev.Clock:
+        flops = PRODUCTS_FLOPS * self.micro_batches / self.computation_s
+        return simdev.Clock(flops=flops, memory_bytes_per_s=flops / FLOPS_PER_BYTE, dilation=self.dilation)
+
+
+def all_cells(dilation: float) -> list[Cell]:
+    """48. Where links are five times faster time is five times slower: the machine has as long for as many bytes."""
+    return [
+        Cell(shape=shape, slow=slow, micro_batches=micro_batches, ratio=ratio, dilation=dilation * slower)
+        for shape in ((2, 2), (2, 4), (2, 2, 2))
+        for slow, slower in (("200mbit", 1), ("1gbit", 5))
+        for micro_batches, ratio in itertools.product((1, 4), (0.2, 0.5, 1.0, 2.0))
+    ]
+
+
+def make_model() -> nn.Sequential:
+    with torch.device("simdev"):
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+def mark(events: list[torch.Event]) -> None:
+    event = torch.Event("simdev", enable_timing=True)
+    event.record()
+    events.append(event)
+
+
+def training_step(model: nn.Module, micro_batches: int, context: Callable[[bool], AbstractContextManager[Any]]) -> Step:
+    """Marks the end of each forward, each backward and the whole."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    batch = torch.empty(TOKENS, WIDTH, device="simdev")
+
+    def step(events: list[torch.Event]) -> None:
+        for index in range(micro_batches):
+            with context(index == micro_batches - 1):
+                loss: Tensor = model(batch).sum()
+                mark(events)
+                loss.backward()
+                mark(events)
+        optimizer.step()
+        optimizer.zero_grad()
+        mark(events)
+
+    return step
+
+
+def ours(cell: Cell, strategy: str) -> tuple[nn.Module, Step]:
+    mesh = init_device_mesh("simdev", cell.shape, mesh_dim_names=AXES[len(cell.shape)])
+    model = zm.shard(make_model(), mesh, strategy, units=[nn.Linear], bucket_bytes=BUCKET_MIB << 20)
+    return model, training_step(model, cell.micro_batches, lambda last: zm.accumulate(model, last=last))
+
+
+def fsdp2(cell: Cell, *, grid: bool = False, reshard: bool = True) -> tuple[nn.Module, Step]:
+    world = math.prod(cell.shape)
+    shape, names = ((cell.shape[0], world // cell.shape[0]), ("cluster", "node")) if grid else ((world,), ("all",))
+    mesh, model = init_device_mesh("simdev", shape, mesh_dim_names=names), make_model()
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    root = fully_shard(model, mesh=mesh)
+
+    def context(last: bool) -> AbstractContextManager[None]:
+        if grid:
+            root.set_requires_all_reduce(last)
+        root.set_is_last_backward(last)
+        return nullcontext()
+
+    return model, training_step(model, cell.micro_batches, context)
+
+
+def ddp(cell: Cell) -> tuple[nn.Module, Step]:
+    model = DistributedDataParallel(make_model(), gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MIB)
+    return model, training_step(model, cell.micro_batches, lambda last: nullcontext() if last else model.no_sync())
+
+
+def systems(cell: Cell) -> dict[str, Callable[[], tuple[nn.Module, Step]]]:
+    names = AXES[len(cell.shape)][::-1]
+    strategies = [
+        ",".join(f"{name}={stage}" for name, stage in zip(names, stages.split(","), strict=True))
+        for stages in OURS[len(cell.shape)].split()
+    ]
+    return {
+        **{strategy: partial(ours, cell, strategy) for strategy in strategies},
+        "FSDP2": partial(fsdp2, cell),
+        "FSDP2, no reshard": partial(fsdp2, cell, reshard=False),
+        "FSDP2 2-D": partial(fsdp2, cell, grid=True),
+        "FSDP2 2-D, no reshard": partial(fsdp2, cell, grid=True, reshard=False),
+        "DDP": partial(ddp, cell),
+    }
+
+
+def measure(cell: Cell, make: Callable[[], tuple[nn.Module, Step]], args: argparse.Namespace) -> dict[str, Any]:
+    """One system's row but for what links carried, which is counted between the two calls of `at_rest`."""
+    before = simdev.memory_stats().allocated_bytes
+    model, step = make()
+    began = time.perf_counter()
+    step([])  # optimizer's states, DDP's buckets
+    at_rest(model, args.gate)
+    longest = torch.tensor(time.perf_counter() - began)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    count = args.steps if longest < LONG_S else 1
+    simdev.reset_peak_memory()
+    events, began, took = list[torch.Event](), time.perf_counter(), -processor_s()
+    ends = []
+    for _ in range(1 + count):
+        step(events)
+        ends.append(len(events) - 1)
+    at_rest(model, args.gate)
+    took += processor_s()
+    wall_s = time.perf_counter() - began
+    spans = [first.elapsed_time(second) / 1e3 for first, second in itertools.pairwise(events)]
+    timed = [spans[first:last] for first, last in itertools.pairwise(ends)]
+    kinds = itertools.cycle([*["forward", "backward"] * cell.micro_batches, "end"])
+    phases = dict.fromkeys(("forward", "backward", "end"), 0.0)
+    for kind, seconds in zip(kinds, itertools.chain(*timed), strict=False):
+        phases[kind] += seconds / len(timed)
+    total = torch.tensor(took)
+    dist.all_reduce(total)
+    steps = [sum(spans) for spans in timed]
+    return {
+        "step_s": round(statistics.median(steps), 4),
+        "steps_s": [round(seconds, 4) for seconds in steps],
+        "phases": {kind: round(seconds, 4) for kind, seconds in phases.items()},
+        "bytes": simdev.memory_stats().peak_allocated_bytes - before,
+        "busy": round(float(total) / wall_s / (os.cpu_count() or 1), 3),
+        "wall_s": round(wall_s, 1),
+    }
+
+
+def at_rest(model: nn.Module, gate: Path) -> None:
+    """Nothing is under way on any rank, and the links' counters have been read."""
+    if not isinstance(model, DistributedDataParallel | torch.distributed.fsdp.FSDPModule):
+        engine_of(model).at_rest()
+    torch.accelerator.synchronize()
+    dist.all_reduce(torch.zeros(1))
+    if dist.get_rank() == 0:
+        gate.unlink(missing_ok=True)
+        print("counters", flush=True)
+        while not gate.exists():
+            time.sleep(0.01)
+    dist.all_reduce(torch.zeros(1))
+
+
+def processor_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def rank_program(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    (cell,) = (cell for cell in all_cells(args.dilation) if cell.name == args.rank_of)
+    simdev.start(clock=cell.clock)
+    dist.init_process_group(f"cpu:gloo,simdev:{simdev.BACKEND}")
+    for name, make in systems(cell).items():
+        if re.search(args.only, name):
+            with simdev.launch_order(args.launch_order):
+                row = {"system": name, **measure(cell, make, args)}
+            gc.collect()
+            if dist.get_rank() == 0:
+                print(json.dumps(row), flush=True)
+    dist.all_reduce(torch.zeros(1))
+    os._exit(0)  # gloo's threads outlive the groups
+
+
+def run(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
+    """A cell, in processes of its own, as a device's clock is a process's."""
+    rows, counted = list[dict[str, Any]](), list[Any]()
+    with tempfile.TemporaryDirectory() as directory, Lab(cell.tree) as lab:
+        gate = Path(directory) / "read"
+
+        def on_line(rank: int, stream: str, line: str) -> None:
+            if rank == 0 and line == "counters":
+                counted.append(lab.counters())
+                gate.touch()
+            elif rank == 0 and line.startswith("{"):
+                sent = difference(counted[-1], counted[-2])
+                row = json.loads(line)
+                row |= bounds(cell, sent, 1 + len(row["steps_s"]))
+                rows.append(row | {"ratio": round(row["step_s"] / row["bound_s"], 3)})
+                print(
+                    f"{rows[-1]['step_s']:8.3f} s {rows[-1]['ratio']:.3f} of its bound  {rows[-1]['system']}",
+                    flush=True,
+                )
+
+        options = [f"--dilation={args.dilation}", f"--steps={args.steps}", f"--only={args.only}", f"--gate={gate}"]
+        command = [sys.executable, "-m", "benchmarks.overlap", f"--rank-of={cell.name}", *options]
+        command += [f"--launch-order={args.launch_order}"]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        lab.run(command, check=True, timeout_s=3600, on_line=on_line)
+    return {"cell": cell.name, "dilation": cell.dilation, "computation_s": round(cell.computation_s, 4), "rows": rows}
+
+
+def bounds(cell: Cell, sent: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Seconds of a step that each level's busiest link needs."""
+    links = {}
+    for depth, (name, rate) in enumerate(zip(AXES[len(cell.shape)], cell.rates, strict=True)):
+        here = [link for path, link in sent.items() if path.count(".") == depth]
+        links[name] = round(max(link.sent_payload_bytes for link in here) / steps / rate, 4)
+    return {"links_s": links, "bound_s": round(max(cell.computation_s, *links.values()), 4)}
+
+
+def is_ours(row: dict[str, Any]) -> bool:
+    return "=" in row["system"]
+
+
+def judge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Our fastest over its bound; the least that a peer takes over the fastest of ours that needs no more memory; and
+    that FSDP2 takes over our fastest."""
+    mine, peers = [row for row in rows if is_ours(row)], [row for row in rows if not is_ours(row)]
+    if not mine or not peers:
+        return {}
+    best = min(mine, key=lambda row: row["step_s"])
+    behind = {}
+    for peer in peers:
+        fitting = [row["step_s"] for row in mine if row["bytes"] <= SAME_MEMORY * peer["bytes"]]
+        if fitting:
+            behind[peer["system"]] = round(peer["step_s"] / min(fitting), 3)
+    return {
+        "best": best["system"],
+        "over_bound": best["ratio"],
+        "peers": behind,
+        "fsdp2": next((round(row["step_s"] / best["step_s"], 3) for row in peers if row["system"] == "FSDP2"), None),
+    }
+
+
+def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The goals, over all cells that have been measured."""
+    judged = [cell["judged"] for cell in cells if cell["judged"]]
+    gains = [found["fsdp2"] for found in judged if found["fsdp2"]]
+    return {
+        "cells": len(judged),
+        "within_1.10": sum(found["over_bound"] <= 1.10 for found in judged),
+        "least_peer": min((ratio for found in judged for ratio in found["peers"].values()), default=None),
+        "fsdp2_mean": round(math.exp(statistics.fmean(map(math.log, gains))), 3) if gains else None,
+    }
+
+
+def table(cells: Sequence[dict[str, Any]]) -> str:
+    """Markdown, a line a cell."""
+    lines = [
+        "| cell | fastest of ours | over its bound | FSDP2 over it | least peer at no more memory |",
+        "|---|---|---|---|---|",
+    ]
+    for cell in cells:
+        found = cell["judged"]
+        if found:
+            name = min(found["peers"], key=found["peers"].__getitem__, default="")
+            least = f"{found['peers'][name]:.2f} ({name})" if name else "none has as much"
+            numbers = f"{found['over_bound']:.2f} | {found['fsdp2'] or math.nan:.2f}"
+            lines.append(f"| {cell['cell']} | `{found['best']}` | {numbers} | {least} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--cells", default="", help="those whose name this regular expression finds")
+    options.add_argument("--only", default="", help="systems whose name it finds")
+    options.add_argument("--budget-s", type=float, default=math.inf, help="no cell is begun after so many seconds")
+    options.add_argument("--again", action="store_true", help="cells too that the result file has")
+    options.add_argument("--steps", type=int, default=3, help="timed ones of each system")
+    options.add_argument(
+        "--dilation", type=float, default=3.0, help="of cells of 200 Mbit/s; others have five times that"
+    )
+    options.add_argument("--launch-order", choices=("none", "implicit"), default="none")
+    options.add_argument("--rank-of", help=argparse.SUPPRESS)
+    options.add_argument("--gate", type=Path, help=argparse.SUPPRESS)
+    args = options.parse_args()
+    if args.rank_of:
+        rank_program(args)
+        return
+    held = json.loads(args.out.read_text())["cells"] if args.out and args.out.exists() else []
+    found = {cell["cell"]: cell for cell in held}
+    began = time.monotonic()
+    for cell in all_cells(args.dilation):
+        if not re.search(args.cells, cell.name) or (cell.name in found and not args.again):
+            continue
+        if time.monotonic() - began > args.budget_s:
+            break
+        print(f"{cell.name} in {cell.tree}", flush=True)
+        here = read_setting()
+        taken = {name: here.pop(name) for name in ("at", "load_average")}
+        found[cell.name] = run(cell, args) | {"launch_order": args.launch_order} | taken
+        found[cell.name]["judged"] = judge(found[cell.name]["rows"])
+        cells = [found[each.name] for each in all_cells(args.dilation) if each.name in found]
+        if args.out:
+            write_whole(
+                args.out, json.dumps({"setting": here, "summary": summary(cells), "cells": cells}, indent=1) + "\n"
+            )
+        print(f"{time.monotonic() - began:.0f} s, {found[cell.name]['judged']}", flush=True)
+    print(table([*found.values()]), summary([*found.values()]), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
