@@ -17,6 +17,8 @@ from zeromesh.engine import control
 TIMEOUT_S = 600.0
 """Limit of a call: the first one may wait for the compiler."""
 
+CLOCK = simdev.Clock(flops=1e9, memory_bytes_per_s=1e9, host_bytes_per_s=1e8, dilation=2.0)
+
 P = ParamSpec("P")
 
 
@@ -30,6 +32,11 @@ def _pool(kind: str) -> Pool:
 def on_devices(world: int) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """A test that runs on every rank of a world of this size; each has a device, in real mode."""
     return _decorator(world, "real", on_device)
+
+
+def clocked(world: int) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """A test that runs on every rank of a world of this size; each has a device with a wall clock, `CLOCK`."""
+    return _decorator(world, "clocked", on_clocked_device)
 
 
 def alone(*, virtual: bool = False) -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -70,9 +77,9 @@ def run(begin: str, module: str, name: str, args: Any, kwargs: Any) -> None:
     pool._bodies[module, name](*args, **kwargs)
 
 
-def on_device() -> None:
+def on_device(clock: simdev.Clock | None = None) -> None:
     """The device, and in the place of the pool's a default group for its tensors too."""
-    simdev.start()
+    simdev.start(clock=clock)
     if simdev.BACKEND in str(dist.get_backend_config()):
         return
     rank, world, store = dist.get_rank(), dist.get_world_size(), dist.FileStore(f"{pool._joined[0]}-device", -1)
@@ -81,6 +88,10 @@ def on_device() -> None:
     store.wait([f"joined/{each}" for each in range(world)])
     dist.destroy_process_group()
     dist.init_process_group(f"cpu:gloo,simdev:{simdev.BACKEND}", store=store, rank=rank, world_size=world)
+
+
+def on_clocked_device() -> None:
+    on_device(CLOCK)
 
 
 def alone_real() -> None:

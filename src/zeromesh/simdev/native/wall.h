@@ -37,6 +37,7 @@ void forget_order();
 bool is_over(const MarkPtr& mark);
 // The caller must not hold the device's lock. Raises what a job of any stream has raised.
 void host_waits(const MarkPtr& mark);
-double seconds_between(const MarkPtr& from, const MarkPtr& to);  // of the device
+// Of the device; both are over.
+double seconds_between(const MarkPtr& from, const MarkPtr& to);
 
 }  // namespace simdev::wall
