@@ -55,11 +55,14 @@ from zeromesh.measure.setting import read_setting
 LAYERS, WIDTH, TOKENS = 12, 896, 64
 PARAMETERS = LAYERS * WIDTH**2
 PRODUCTS_FLOPS = (6 * LAYERS - 2) * WIDTH**2 * TOKENS  # of a micro-batch: the first layer's input needs no gradient
+SHARES = {"forward": 2 * LAYERS / (6 * LAYERS - 2), "backward": (4 * LAYERS - 2) / (6 * LAYERS - 2), "end": 0.0}
+"""Of these FLOPs, by phase."""
+
 BUCKET_MIB = 4
 """DDP's buckets and our joined units: one layer, as 25 MiB are of a model of usual size."""
 
-FLOPS_PER_BYTE = 160 * TOKENS / 8192
-"""An H100's, as kernels reach it, scaled to the few tokens: their products stand for those of 8,192."""
+FLOPS_PER_BYTE = 80 * TOKENS / 8192
+"""An H100's in TF32, as kernels reach it, scaled to the few tokens: their products stand for those of 8,192."""
 
 FAST_BITS = 10e9
 PAYLOAD = 1448 / 1514
@@ -323,10 +326,15 @@ def is_ours(row: dict[str, Any]) -> bool:
     return "=" in row["system"]
 
 
-def judge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Our fastest over its bound; the least that a peer takes over the fastest of ours that needs no more memory; and
-    that FSDP2 takes over our fastest."""
-    mine, peers = [row for row in rows if is_ours(row)], [row for row in rows if not is_ours(row)]
+def judge(cell: dict[str, Any]) -> dict[str, Any]:
+    """A cell's step times as ratios.
+
+    Returns:
+        The fastest of ours (`best`), its step over its bound, and seconds for which its products stood still by phase;
+        each peer's step over that of the fastest of ours that needs no more memory; FSDP2's over that of `best`.
+    """
+    mine = [row for row in cell["rows"] if is_ours(row)]
+    peers = [row for row in cell["rows"] if not is_ours(row)]
     if not mine or not peers:
         return {}
     best = min(mine, key=lambda row: row["step_s"])
@@ -338,6 +346,9 @@ def judge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "best": best["system"],
         "over_bound": best["ratio"],
+        "stands_s": {
+            phase: round(best["phases"][phase] - share * cell["computation_s"], 3) for phase, share in SHARES.items()
+        },
         "peers": behind,
         "fsdp2": next((round(row["step_s"] / best["step_s"], 3) for row in peers if row["system"] == "FSDP2"), None),
     }
@@ -345,7 +356,7 @@ def judge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The goals, over all cells that have been measured."""
-    judged = [cell["judged"] for cell in cells if cell["judged"]]
+    judged = list(filter(None, map(judge, cells)))
     gains = [found["fsdp2"] for found in judged if found["fsdp2"]]
     return {
         "cells": len(judged),
@@ -356,17 +367,18 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(cells: Sequence[dict[str, Any]]) -> str:
-    """Markdown, a line a cell."""
+    """Markdown, a line a cell, of what `judge` finds. The last column has the peer that is nearest to ours at no more
+    memory."""
     lines = [
-        "| cell | fastest of ours | over its bound | FSDP2 over it | least peer at no more memory |",
-        "|---|---|---|---|---|",
+        "| cell | fastest of ours | over its bound | stands still in forward, backward | FSDP2 | least peer |",
+        "|---|---|---|---|---|---|",
     ]
     for cell in cells:
-        found = cell["judged"]
-        if found:
+        if found := judge(cell):
             name = min(found["peers"], key=found["peers"].__getitem__, default="")
-            least = f"{found['peers'][name]:.2f} ({name})" if name else "none has as much"
-            numbers = f"{found['over_bound']:.2f} | {found['fsdp2'] or math.nan:.2f}"
+            least = f"{found['peers'][name]:.2f} ({name})" if name else "none has as much memory"
+            stands = f"{found['stands_s']['forward']:.2f}, {found['stands_s']['backward']:.2f} s"
+            numbers = f"{found['over_bound']:.2f} | {stands} | {found['fsdp2'] or math.nan:.2f}"
             lines.append(f"| {cell['cell']} | `{found['best']}` | {numbers} | {least} |")
     return "\n".join(lines)
 
@@ -400,13 +412,12 @@ def main() -> None:
         here = read_setting()
         taken = {name: here.pop(name) for name in ("at", "load_average")}
         found[cell.name] = run(cell, args) | {"launch_order": args.launch_order} | taken
-        found[cell.name]["judged"] = judge(found[cell.name]["rows"])
         cells = [found[each.name] for each in all_cells(args.dilation) if each.name in found]
         if args.out:
             write_whole(
                 args.out, json.dumps({"setting": here, "summary": summary(cells), "cells": cells}, indent=1) + "\n"
             )
-        print(f"{time.monotonic() - began:.0f} s, {found[cell.name]['judged']}", flush=True)
+        print(f"{time.monotonic() - began:.0f} s, {judge(found[cell.name])}", flush=True)
     print(table([*found.values()]), summary([*found.values()]), sep="\n\n")
 
 
