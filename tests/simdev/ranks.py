@@ -17,7 +17,9 @@ from zeromesh.engine import control
 TIMEOUT_S = 600.0
 """Limit of a call: the first one may wait for the compiler."""
 
-CLOCK = simdev.Clock(flops=1e9, memory_bytes_per_s=1e9, host_bytes_per_s=1e8, dilation=2.0)
+CLOCK = simdev.Clock(
+    flops=1e9, memory_bytes_per_s=1e9, host_copy_bytes_per_s=1e8, host_memory_bytes_per_s=1e8, dilation=2.0
+)
 
 P = ParamSpec("P")
 

@@ -26,7 +26,7 @@ from zeromesh.simdev.device import LaunchOrder
 KERNEL_S = 0.1
 """Of the product below."""
 
-COPY_BYTES = int(KERNEL_S * CLOCK.host_bytes_per_s)
+COPY_BYTES = int(KERNEL_S * CLOCK.host_copy_bytes_per_s)
 
 
 def kernel() -> None:
@@ -126,6 +126,16 @@ def test_a_copy_up_and_one_down_overlap_and_two_up_do_not(both_up):
         assert both >= 2 * KERNEL_S
     else:
         assert KERNEL_S <= both < 1.9 * KERNEL_S
+
+
+@clocked(1)
+def test_an_operator_of_the_host_keeps_its_thread_and_not_the_device():
+    memory = simdev.module.host_memory(COPY_BYTES)
+    began = time.perf_counter()
+    first = begin()
+    memory.add_(1)  # reads and writes
+    assert time.perf_counter() - began >= CLOCK.dilation * 2 * COPY_BYTES / CLOCK.host_memory_bytes_per_s
+    assert first.query()
 
 
 @clocked(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +28,8 @@ class Clock:
     Args:
         flops: FLOP/s of matrix products.
         memory_bytes_per_s: of all other kernels, over what they read and write.
-        host_bytes_per_s: of copies between device and host, in each direction.
+        host_copy_bytes_per_s: of copies between device and host, in each direction.
+        host_memory_bytes_per_s: of operators on the host's memory, where it is virtual: a rank's share.
         dilation: seconds of the machine for one of the device. Links must be slower by as much.
 
     Raises:
@@ -37,11 +38,12 @@ class Clock:
 
     flops: float
     memory_bytes_per_s: float
-    host_bytes_per_s: float = 25e9
+    host_copy_bytes_per_s: float = 25e9
+    host_memory_bytes_per_s: float = 50e9
     dilation: float = 1.0
 
     def __post_init__(self) -> None:
-        if min(self.flops, self.memory_bytes_per_s, self.host_bytes_per_s, self.dilation) <= 0:
+        if min(astuple(self)) <= 0:
             raise InputError(f"rates and dilation of a clock must be positive, got {self}")
 
 
@@ -108,7 +110,7 @@ def start(virtual: bool = False, *, clock: Clock | None = None) -> Device:
         _require_place()
         native().set_virtual(wanted.virtual)
         if clock is not None:
-            native().start_clock(clock.flops, clock.memory_bytes_per_s, clock.host_bytes_per_s, clock.dilation)
+            native().start_clock(*astuple(clock))
         native().set_passed_over([str(Path(torch.__file__).parent), str(Path(__file__).parent)])
         backend_registration.rename_privateuse1_backend(NAME)
         torch._register_device_module(NAME, module)  # type: ignore[no-untyped-call]

@@ -60,8 +60,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   register_kernels();
   bind_findings(m);
   bind_memory(m);
-  m.def("start_clock", [](double flops, double memory, double host_copy, double dilation) {
-    wall::start({flops, memory, host_copy, dilation});
+  m.def("start_clock", [](double flops, double memory, double host_copy, double host_memory, double dilation) {
+    wall::start({flops, memory, host_copy, host_memory, dilation});
   });
   m.def("current_stream", &current_stream);
   m.def("keep_launch_order", &keep_launch_order);

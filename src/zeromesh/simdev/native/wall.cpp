@@ -144,6 +144,10 @@ void copy(int stream, bool up, int64_t bytes) {
   });
 }
 
+void host_works(double bytes) {
+  if (on()) sleep_until(now() + bytes / device->rates.host_memory * device->rates.dilation);
+}
+
 void run(int stream, std::function<void()> job) { put(stream, {.issued = 0, .job = std::move(job)}); }
 
 MarkPtr mark(int stream) {

@@ -14,7 +14,8 @@
 namespace simdev::wall {
 
 struct Rates {
-  double flops, memory, host_copy;  // a second of the device: of matrix products, bytes of other kernels and of copies
+  double flops, memory;           // of matrix products, and bytes of other kernels, in a second of the device
+  double host_copy, host_memory;  // bytes of copies, and of the host's operators
   double dilation;
 };
 
@@ -27,6 +28,7 @@ bool on();
 void kernel(int stream, double flops, double bytes);
 void copy(int stream, bool up, int64_t bytes);  // one at a time in each direction
 void run(int stream, std::function<void()> job);
+void host_works(double bytes);  // in the calling thread: [Note: The host]
 MarkPtr mark(int stream);
 void wait(int stream, const MarkPtr& mark);
 
