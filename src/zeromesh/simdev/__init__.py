@@ -13,7 +13,8 @@ In all, a `Checker` holds every access of every kernel against what streams, eve
 
 Stable, for what builds on this:
 
-    start(virtual=False, clock=None)      -> Device; builds, registers; again is free, another mode is an error
+    start(virtual=False, clock=None)      Device: builds, registers; again is free, another mode is an error
+    Clock(flops=..., ...)                 rates of the clocked mode
     counting_group(rank, world)           torch's default process group, of any world, in this process
     launch_order("implicit")              context; collectives of all communicators begin in the order of launch
     memory_stats() -> MemoryStats         and reset_peak_memory()

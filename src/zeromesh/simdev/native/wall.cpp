@@ -1,7 +1,5 @@
 #include "wall.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <array>
 #include <chrono>
