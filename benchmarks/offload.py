@@ -1,0 +1,188 @@
+"""What the host's memory costs a step: ours with `host=` and FSDP2 with CPUOffloadPolicy, on devices with a wall clock.
+
+    make bench-offload ARGS="--out benchmarks/results/offload.json"
+
+Needs root and a compiler, as `overlap.py`, whose model and steps these are. Four ranks of one machine share a host of
+50 GB/s; each copies 25 GB/s in each direction. Links take next to nothing. The rate of products is such that the host's
+step, which reads and writes 32 bytes a parameter, takes `ratio` times as long as the forward.
+
+Exposed is what a step takes more than forward and backward without an optimizer. The formula's is the most, over units
+k, of the steps of the first k and the copy up of the k-th less the forwards before it: h_1 + ... + h_k + u_k - (f_1 +
+... + f_(k-1)). FSDP2 steps on real memory of the host: its kernel is replaced by one that takes the same time as ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+import zeromesh as zm
+from benchmarks.harness import ROOT, parser, save
+from benchmarks.overlap import FLOPS_PER_BYTE, LAYERS, PARAMETERS, TOKENS, Step, make_model, training_step
+from lab import Lab
+from zeromesh import simdev
+from zeromesh.engine.api import engine_of
+
+RANKS = 4
+COPY_BYTES_PER_S, HOST_BYTES_PER_S = 25e9, 50e9
+STEP_BYTES = 32
+"""A parameter: its value, gradient and two moments, each read and written in fp32."""
+
+HOST_S = STEP_BYTES * PARAMETERS / HOST_BYTES_PER_S
+UP_S = 4 * PARAMETERS / RANKS / COPY_BYTES_PER_S
+RATIOS = (0.5, 1.0, 3.0)
+STRATEGIES = (
+    "node=3,cluster=3",
+    "host=1,node=3,cluster=3",
+    "host=2,node=3,cluster=3",
+    "host=3,node=3,cluster=3",
+)
+
+
+def clock(ratio: float, dilation: float) -> simdev.Clock:
+    flops = 2 * PARAMETERS * TOKENS * ratio / HOST_S
+    return simdev.Clock(
+        flops=flops,
+        memory_bytes_per_s=flops / FLOPS_PER_BYTE,
+        host_copy_bytes_per_s=COPY_BYTES_PER_S,
+        host_memory_bytes_per_s=HOST_BYTES_PER_S / RANKS,
+        dilation=dilation,
+    )
+
+
+def formula_s(ratio: float) -> float:
+    """Exposed seconds of a step whose units are alike."""
+    host, up, forward = (seconds / LAYERS for seconds in (HOST_S, UP_S, HOST_S / ratio))
+    return max(k * host + up - (k - 1) * forward for k in range(1, LAYERS + 1))
+
+
+def ours(strategy: str) -> tuple[nn.Module, Step]:
+    mesh = init_device_mesh("simdev", (2, 2), mesh_dim_names=("cluster", "node"))
+    model = zm.shard(make_model(), mesh, strategy, units=[nn.Linear])
+    return model, training_step(model, 1, lambda last: nullcontext())
+
+
+def fsdp2() -> tuple[nn.Module, Step]:
+    model = make_model()
+    for module in (*model, model):
+        fully_shard(module, offload_policy=CPUOffloadPolicy())
+    return model, training_step(model, 1, lambda last: nullcontext())
+
+
+def replace_adamw(rate: simdev.Clock) -> torch.library.Library:
+    """The fused kernel of the host by one that takes as long as the clock says; until the library is gone."""
+
+    def step(params: list[Tensor], *_: Any, **__: Any) -> None:
+        seconds = STEP_BYTES * sum(param.numel() for param in params) / rate.host_memory_bytes_per_s
+        time.sleep(seconds * rate.dilation)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_adamw_", step, "CPU")
+    return library
+
+
+def measure(make: Callable[[], tuple[nn.Module, Step]], steps: int) -> dict[str, Any]:
+    """Medians of steps that follow one another, without the first two."""
+    model, step = make()
+    events = list[torch.Event]()
+    for _ in range(2 + steps):
+        step(events)
+    if not isinstance(model, torch.distributed.fsdp.FSDPModule):
+        engine_of(model).at_rest()
+    torch.accelerator.synchronize()
+    spans = [first.elapsed_time(second) / 1e3 for first, second in itertools.pairwise(events)][5:]
+    phases = {kind: statistics.median(spans[index::3]) for index, kind in enumerate(("forward", "backward", "end"))}
+    whole = [sum(spans[index : index + 3]) for index in range(0, 3 * steps, 3)]
+    rounded = {kind: round(seconds, 6) for kind, seconds in phases.items()}
+    return {
+        "step_s": round(statistics.median(whole), 6),
+        "steps_s": [round(each, 6) for each in whole],
+        "phases": rounded,
+    }
+
+
+def rank_program(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    rate = clock(args.ratio, args.dilation)
+    simdev.start(clock=rate)
+    with suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    dist.init_process_group(f"cpu:gloo,simdev:{simdev.BACKEND}")
+    library = replace_adamw(rate)
+    makers = {**{strategy: partial(ours, strategy) for strategy in STRATEGIES}, "FSDP2 with CPUOffloadPolicy": fsdp2}
+    for name, make in makers.items():
+        row = {"system": name, **measure(make, args.steps)}
+        gc.collect()
+        if dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+    dist.all_reduce(torch.zeros(1))
+    del library
+    os._exit(0)  # gloo's threads outlive the groups
+
+
+def judge(ratio: float, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Adds each row's exposed seconds, and holds them against the goals."""
+    plain, *hosted, peer = rows
+    bare = plain["phases"]["forward"] + plain["phases"]["backward"]
+    wanted = formula_s(ratio)
+    for row in rows:
+        row["exposed_s"] = round(row["step_s"] - bare, 6)
+        row["over_formula"] = round(row["exposed_s"] / wanted, 3)
+    longer_s = max(plain["step_s"], bare + wanted)
+    return {
+        "host=3 over FSDP2": round(hosted[-1]["step_s"] / peer["step_s"], 3),
+        "host=1 over the longer of host=0 and the formula": round(hosted[0]["step_s"] / longer_s, 3),
+    }
+
+
+def run(ratio: float, args: argparse.Namespace) -> dict[str, Any]:
+    rows = list[dict[str, Any]]()
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    options = [f"--ratio={ratio}", f"--dilation={args.dilation}", f"--steps={args.steps}"]
+
+    def on_line(rank: int, stream: str, line: str) -> None:
+        if rank == 0 and line.startswith("{"):
+            rows.append(json.loads(line))
+            print(f"{1e3 * rows[-1]['step_s']:8.2f} ms  {rows[-1]['system']}", flush=True)
+
+    with Lab(str(RANKS)) as lab:
+        lab.run([sys.executable, "-m", "benchmarks.offload", *options], check=True, timeout_s=1200, on_line=on_line)
+    found = {
+        "ratio": ratio,
+        "formula_s": round(formula_s(ratio), 6),
+        "host_s": round(HOST_S, 6),
+        "dilation": args.dilation,
+    }
+    return found | {"rows": rows, **judge(ratio, rows)}
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, default=5, help="timed ones of each system")
+    options.add_argument("--dilation", type=float, default=200.0)
+    options.add_argument("--ratio", type=float, help=argparse.SUPPRESS)
+    args = options.parse_args()
+    if args.ratio:
+        rank_program(args)
+    else:
+        save(args.out, cells=[run(ratio, args) for ratio in RATIOS])
+
+
+if __name__ == "__main__":
+    main()
