@@ -24,7 +24,7 @@ from zeromesh.errors import InputError
 from zeromesh.simdev.device import LaunchOrder
 
 KERNEL_S = 0.1
-"""Of the product below."""
+"""The product below takes so long."""
 
 COPY_BYTES = int(KERNEL_S * CLOCK.host_copy_bytes_per_s)
 
@@ -47,7 +47,7 @@ def begin() -> torch.Event:
 
 
 def seconds(first: torch.Event, second: torch.Event) -> float:
-    """Of the device; the host waits for both."""
+    """Between two events of the device; the host waits for both."""
     first.synchronize()
     second.synchronize()
     return first.elapsed_time(second) / 1e3

@@ -96,7 +96,7 @@ def test_a_step_of_ones_own_on_1024_ranks():
 
 @alone(virtual=True)
 def test_the_host_s_memory_is_virtual_too():
-    """Of a large model, more than any laptop has; predicted, allocated and counted to the byte in both places."""
+    """A large model takes more than any laptop has: predicted, allocated and counted to the byte in both places."""
 
     small = replace(find_cluster("a800-8x-hdr"), host_memory_bytes=100e9)
     for strategy, on_host in (

@@ -99,7 +99,7 @@ class Constants:
         return replace(self, **{name: value})  # type: ignore[arg-type]  # all others are floats
 
     def on(self, cluster: Cluster) -> Constants:
-        """These with what was measured of the cluster's machines."""
+        """These, with the rates that were measured of the cluster's machines."""
         copies, steps = cluster.host_copy_bytes_per_s, cluster.host_step_bytes_per_s
         found = self if copies is None else replace(self, host_copy_bytes_per_s=copies)
         return found if steps is None else replace(found, host_memory_bytes_per_s=steps)

@@ -54,7 +54,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """Bytes of the rehearsed rank in the memory of its machine.
+    """The memory of its machine that the rehearsed rank takes.
 
     Args:
         kinds: of the model's state.

@@ -30,7 +30,7 @@ main()
 
 
 def in_terminal(*arguments: str, program: Sequence[str] = ("-m", "zeromesh.cli")) -> tuple[int, list[str]]:
-    """Exit code and lines of `zeromesh ARGUMENTS` in a terminal, colours taken out."""
+    """Exit code and lines of `zeromesh ARGUMENTS` in a terminal, without colours and lines that were erased."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
     environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -50,8 +50,8 @@ def in_terminal(*arguments: str, program: Sequence[str] = ("-m", "zeromesh.cli")
             chunks.append(chunk)
         code = process.wait()
     os.close(ours)
-    text = re.sub(r"\x1b\[[0-9;]*m", "", b"".join(chunks).decode())
-    return code, [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+    text = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", b"".join(chunks).decode())
+    return code, [line.rpartition("\r")[2].rstrip() for line in text.replace("\r\n", "\n").split("\n")]
 
 
 def names_of(lines: list[str]) -> list[str]:
