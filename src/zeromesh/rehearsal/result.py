@@ -54,13 +54,13 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """The memory of its machine that the rehearsed rank takes.
+    """A rehearsed rank's share of its machine's memory.
 
     Args:
         kinds: of the model's state.
         peak_bytes: the most that is in use.
         ranks: of one machine; 0 without a cluster.
-        limit_bytes: what the ranks of a machine may take together; None if it is unknown.
+        limit_bytes: the most that the ranks of a machine may take together; None if it is unknown.
     """
 
     kinds: tuple[MemoryLine, ...]
