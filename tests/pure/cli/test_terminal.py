@@ -29,8 +29,11 @@ main()
 """The command line, with progress at once."""
 
 
-def in_terminal(*arguments: str, program: Sequence[str] = ("-m", "zeromesh.cli")) -> tuple[int, list[str]]:
-    """Exit code and lines of `zeromesh ARGUMENTS` in a terminal, its control sequences taken out."""
+def in_terminal(
+    *arguments: str, program: Sequence[str] = ("-m", "zeromesh.cli"), erased: bool = False
+) -> tuple[int, list[str]]:
+    """Exit code and lines of `zeromesh ARGUMENTS` in a terminal, its control sequences taken out, and erased lines too
+    unless asked for."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
     environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -50,8 +53,10 @@ def in_terminal(*arguments: str, program: Sequence[str] = ("-m", "zeromesh.cli")
             chunks.append(chunk)
         code = process.wait()
     os.close(ours)
-    text = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", b"".join(chunks).decode())
-    return code, [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+    text = re.sub(r"\x1b\[(?:\?25[hl]|[0-9;]*m)", "", b"".join(chunks).decode()).replace("\r\n", "\n")
+    if not erased:
+        text = re.sub(r"[^\n]*\n?\r(?:\x1b\[1A)?\x1b\[2K", "", text)
+    return code, [re.sub(r"\x1b\[[0-9;]*[A-Z]", "", line).rstrip() for line in text.split("\n")]
 
 
 def names_of(lines: list[str]) -> list[str]:
@@ -88,16 +93,15 @@ def test_simulate_names_axes_as_the_strategy_and_fails_where_it_does_not_fit() -
 
 def test_errors_are_wrapped_by_words() -> None:
     code, lines = in_terminal("plan", *BASE, "--model", "llama-65b", "--world", "8", "--global-batch-tokens", "32768")
-    lines = [line.rpartition("\r")[2] for line in lines]  # progress is erased
     assert code == 2 and max(map(len, lines)) <= COLUMNS
-    text = " ".join(lines).strip()
+    text = " ".join(lines)
     assert text.startswith("zeromesh: llama-65b fits on 8 x MI250X") and "devices of this kind would do" in text
     assert len([line for line in lines if line]) > 1
 
 
 def test_progress_is_shown_in_a_terminal_alone() -> None:
     arguments = ("plan", *BASE, "--splits", "all", "--exact", "--json")
-    code, lines = in_terminal(*arguments, program=("-c", PROGRESS))
+    code, lines = in_terminal(*arguments, program=("-c", PROGRESS), erased=True)
     text = "".join(lines)
     shown = re.findall(r"searching layouts: [\d,]+ simulated, at most [\d.]+% from the fastest, \d+ s", text)
     assert code == 0 and len(shown) > 1
