@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def run(command: Callable[[], object]) -> None:
-    """Run a command line; exit with 0 done, 2 wrong input, 75 preempted and saved, 1 anything else.
+    """Run a command line; exit with 0 done, 2 wrong input, 75 or 130 ended by a signal and saved, 1 anything else.
 
     An error that zeromesh raises on purpose is one line.
     """

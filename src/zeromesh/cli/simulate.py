@@ -39,7 +39,7 @@ def simulate(
     spec, hardware = given.load()
     work = given.workload(hardware, given.degrees)
     rest = Division.of(spec, hardware, work.parallel, seq_len=given.seq_len).cluster
-    strategy = read_strategy(strategy, hardware.axes)
+    strategy = read_strategy(strategy, rest.axes)
     parsed = Strategy.parse(strategy, [name for name, _ in hardware.axes])
     if overlap:
         shared.check_choice("--overlap", overlap, OVERLAPS)

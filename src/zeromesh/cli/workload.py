@@ -202,7 +202,8 @@ class Described:
         from zeromesh.planner.foreign import read_strategy
         from zeromesh.strategy import Strategy
 
-        parsed = Strategy.parse(read_strategy(strategy, hardware.axes), [name for name, _ in hardware.axes])
+        rest = hardware.cut(inner=self.tp, outer=self.pp)
+        parsed = Strategy.parse(read_strategy(strategy, rest.axes), [name for name, _ in hardware.axes])
         options = {"engine": self.engine, "memory_margin": self.memory_margin}
         return planner.simulate_choices(spec, hardware, work, parsed, **options)[0]  # type: ignore[arg-type]  # of two kinds
 

@@ -226,8 +226,8 @@ def _tables(path: Path) -> dict[str, Any]:
 
 
 class _Has(dict[str, Any]):
-    """Dotted keys with their values, of which those that were asked for are known; values of "auto" are left out, since
-    the Trainer fills them in from what ours has too."""
+    """Dotted keys with their values, and which of them were asked for. Values of "auto" are left out: the Trainer of
+    transformers fills them in from its own arguments."""
 
     def __init__(self, tables: Mapping[str, Any]) -> None:
         super().__init__((key, value) for key, value in _flat(tables) if value not in ("auto", None))
@@ -287,14 +287,12 @@ def _deepspeed(has: _Has) -> dict[str, Any]:
 
 def _offload(stage: int, devices: Sequence[str], ratio: float = 1.0) -> dict[str, Any]:
     """The host's stage of DeepSpeed's offload: the inverse of `emit_deepspeed`."""
-    if "nvme" in devices:
-        return {
-            "without": [f"offload to nvme ({', '.join(devices)}): shards lie on the device or in the host's memory"]
-        }
     states, params = (device == "cpu" for device in devices)
+    without = [f"offload to nvme ({', '.join(devices)})"] if "nvme" in devices else []
     host = 3 if params and stage == 3 else min(stage, 2) if states else 0
+    without += ["offload_param without offload_optimizer: host=3 has both"] if host == 3 and not states else []
     share = "" if ratio == 1 else f"[{100 * ratio:g}%]"
-    return {"host": f"{share}={host}" if host else ""}
+    return {"host": f"{share}={host}" if host else "", "without": without}
 
 
 _FSDP = {"FULL_SHARD": "3", "SHARD_GRAD_OP": "3k", "NO_SHARD": "0", "HYBRID_SHARD": "3", "HYBRID_SHARD_ZERO2": "3k"}
@@ -304,17 +302,17 @@ _FSDP = {"FULL_SHARD": "3", "SHARD_GRAD_OP": "3k", "NO_SHARD": "0", "HYBRID_SHAR
 def _accelerate(has: _Has, beside: Imported | None = None) -> dict[str, Any]:
     kind = has.take("distributed_type")
     dtype = has.take("mixed_precision", "no")
-    keys: dict[str, Any] = {"dtypes.param": dtype} if dtype in ("bf16", "fp16") else {}
-    found: dict[str, Any] = {"keys": keys, "mesh": _mesh(has)}
-    if dtype == "fp8":
-        keys["dtypes.param"], found["without"] = "bf16", ["mixed_precision = fp8"]
+    keys: dict[str, Any] = {"dtypes.param": "fp16" if dtype == "fp16" else "bf16"} if dtype != "no" else {}
+    without = ["mixed_precision = fp8"] if dtype == "fp8" else []
+    found: dict[str, Any] = {"keys": keys, "mesh": _mesh(has), "without": without}
     if beside is not None:
         keys |= beside.keys
-        return found | {"parts": beside.parts, "host": beside.host, "without": list(beside.without)}
+        return found | {"parts": beside.parts, "host": beside.host, "without": [*without, *beside.without]}
     if kind == "DEEPSPEED":
         zero = int(has.take("deepspeed_config.zero_stage", 2))
         devices = [has.take(f"deepspeed_config.offload_{each}_device", "none") for each in ("optimizer", "param")]
-        return found | {"parts": ((str(zero), 0),)} | _offload(zero, devices)
+        offload = _offload(zero, devices)
+        return found | {"parts": ((str(zero), 0),), "host": offload["host"], "without": without + offload["without"]}
     if kind != "FSDP":
         return found | {"parts": (("0", 0),)}
 
@@ -340,9 +338,10 @@ def _accelerate(has: _Has, beside: Imported | None = None) -> dict[str, Any]:
 
 def _mesh(has: _Has) -> tuple[tuple[str, int], ...]:
     world, machines = int(has.take("num_processes", 0)), int(has.take("num_machines", 1))
-    if not world:
-        return ()
-    return (("node", world // machines), ("cluster", machines)) if machines > 1 else (("node", world),)
+    if world % machines:
+        raise ValueError(f"{world} processes on {machines} machines")
+    sizes = ("node", world // machines), ("cluster", machines)
+    return sizes[: 1 + (machines > 1)] if world else ()
 
 
 def _torchtitan(has: _Has) -> dict[str, Any]:
@@ -353,10 +352,10 @@ def _torchtitan(has: _Has) -> dict[str, Any]:
     stage = "3k" if degree("fsdp_reshard_after_forward", "default") == "never" else "3"
     stage = "0" if shards == 1 else stage
     keys = {"model.activation_checkpointing": "selective", "dtypes.param": "bf16", "dtypes.reduce": "fp32"}
+    every = has.take("checkpoint.interval", 500)
     if has.take("checkpoint.enable", has.take("checkpoint.enable_checkpoint")):
-        keys["checkpoint.every"] = has.take("checkpoint.interval", 500)
+        keys["checkpoint.every"] = every
     betas = [has.take(f"optimizer.beta{n}", default) for n, default in ((1, 0.9), (2, 0.95))]
-    has.take("checkpoint.interval")
     return {
         "parts": ((stage, max(0, shards)), ("0", 0)) if replicas > 1 and stage != "0" else ((stage, 0),),
         "host": "=3" if has.take("training.enable_cpu_offload") else "",

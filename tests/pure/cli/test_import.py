@@ -105,6 +105,7 @@ CPU = {"device": "cpu", "pin_memory": True}
         ("ds.json", zero(stage=2, offload_optimizer=CPU), "host=2,node=2,cluster=2"),
         ("ds.json", zero(stage=3, offload_optimizer=CPU | {"ratio": 0.3}), "host[30%]=2,node=3,cluster=3"),
         ("ds.json", zero(stage=3, offload_optimizer=CPU, offload_param=CPU), "host=3,node=3,cluster=3"),
+        ("ds.json", zero(stage=3, offload_param=CPU), "host=3,node=3,cluster=3"),
         ("ds.json", zero(stage=3, zero_hpz_partition_size=8), "node=3,cluster=3k"),
         ("ds.json", zero(stage=3, zero_hpz_partition_size=4), "node[4]=3,node[*]=3k,cluster=3k"),
         ("ds.json", zero(stage=3, mics_shard_size=16), "node=3,cluster[2]=3,cluster[*]=0"),
@@ -196,6 +197,11 @@ def test_train_plan_and_sharding_take_such_files(write: Any, zeromesh: Command) 
     assert code == 0 and json.loads(out)["yours"]["strategy"] == "node=3,cluster=3"
     code, out, _ = zeromesh("simulate", *base, "--strategy", path, "--json")
     assert code == 0 and json.loads(out)["strategy"] == "node=3,cluster=3"
+    titan = ("--strategy", write("t.toml", TITAN), "--tp", "2", "--json")  # 16 shards are 4 nodes of 4 pairs
+    code, out, _ = zeromesh("simulate", *base, *titan)
+    assert code == 0 and json.loads(out)["strategy"] == "node=3,cluster=3"
+    code, out, _ = zeromesh("plan", *base, *titan)
+    assert code == 0 and json.loads(out)["yours"]["strategy"] == "node=3,cluster=3"
     code, out, _ = zeromesh("import", path, "--mesh", "cluster=4,node=8")
     assert code == 0 and out.startswith(
         '# from DeepSpeed\nstrategy = "node=3,cluster=3"\nmesh = { cluster = 4, node = 8 }'
@@ -210,6 +216,8 @@ def test_refusals(write: Any) -> None:
         read_file(write("x.toml", "[model]\n"))
     with pytest.raises(InputError, match="a value is none that such a file has"):
         read_file(write("ds.json", zero(stage="many")))
+    with pytest.raises(InputError, match="32 processes on 3 machines"):
+        read_file(write("a.yaml", FSDP2.replace("num_machines: 4", "num_machines: 3")))
     with pytest.raises(InputError, match="fsdp_sharding_strategy must be one of FULL_SHARD"):
         read_file(write("a.yaml", fsdp("FULL")))
     with pytest.raises(InputError, match="does not say a mesh"):
