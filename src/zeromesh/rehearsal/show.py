@@ -81,7 +81,7 @@ def _time(first: Rehearsal) -> str:
     if first.step_s is None or first.exposed_s is None:
         return f"{host}; for the time of a step say which cluster: --cluster NAME (see `zeromesh clusters`)"
     return (
-        f"a step takes {format_seconds(first.step_s, digits=4)} on {first.cluster}, "
+        f"a step takes {format_seconds(first.step_s, digits=4)} on {first.cluster} with eager kernels, "
         f"{format_seconds(first.exposed_s)} of it waiting for communication; {host}"
     )
 
