@@ -85,25 +85,27 @@ class Unit(Part):
 
 
 class Net(nn.Module):
-    """A small language model: embedding, blocks, head."""
+    """A small language model: embedding, blocks, head. Its blocks take further arguments of a forward too."""
 
-    def __init__(self, dim: int = 5, num_blocks: int = 3, vocabulary: int = 11) -> None:
+    def __init__(
+        self, dim: int = 5, num_blocks: int = 3, vocabulary: int = 11, block: Callable[[int], nn.Module] = Block
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(block(dim) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, vocabulary)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, *args: Any) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, *args)
         return self.head(self.norm(x))
 
 
-def net(**sizes: int) -> Net:
+def net(**options: Any) -> Net:
     torch.manual_seed(0)
-    return Net(**sizes).double()
+    return Net(**options).double()
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -10,18 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
-from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
 from tests.dist.owners.optimizers import LAMB, SOAP, EightBits, Orthogonal
-from tests.dist.parity import close, same_params, same_state, sharded_params
+from tests.dist.parity import Net, close, mesh_of, next_token_loss, same_params, same_state, sharded_params, tokens
 from tests.dist.pool import kept, on_ranks, told_by_first
 from zeromesh.engine.optim import WHOLE, stored
 
 MICRO_BATCHES = 2
 STEPS = 2
 ALL = "all kinds"
-NAMES = ("node", "cluster", "region")
 
 
 class Block(nn.Module):
@@ -39,42 +37,21 @@ class Block(nn.Module):
         return x + self.gain * self.down(torch.tanh(self.up(x))) + 0.1 * self.fixed(x) * torch.tanh(self.row(x))
 
 
-class Net(nn.Module):
-    """Has blocks of any kind; if `odd`, its head is tied to its embedding and one layer gets no gradient."""
-
-    def __init__(
-        self, block: Callable[[int], nn.Module] = Block, dim: int = 5, num_blocks: int = 3, *, odd: bool = True
-    ) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, dim)
-        self.blocks = nn.ModuleList(block(dim) for _ in range(num_blocks))
-        if odd:
-            self.unused = nn.Linear(dim, dim)
-        self.head = nn.Linear(dim, 11, bias=False)
-        if odd:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def net() -> Net:
+    """Its head is tied to its embedding, and one layer gets no gradient."""
     torch.manual_seed(0)
-    return Net().double()
+    model = Net(block=Block)
+    model.blocks[0].unused = nn.Linear(5, 5)
+    model.head.weight = model.embed.weight
+    return model.double()
 
 
 def loss_of(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    batch = torch.randint(0, 11, (2, 4), generator=generator)
-    return nn.functional.cross_entropy(model(batch).flatten(0, -2), batch.flatten().roll(1))
+    return next_token_loss(model, tokens(step, micro, rank))
 
 
 def shard(model: nn.Module, sizes: tuple[int, ...], strategy: str, **options: Any) -> nn.Module:
-    mesh = kept(init_device_mesh, "cpu", sizes[::-1], mesh_dim_names=NAMES[: len(sizes)][::-1])
-    return zm.shard(model, mesh, strategy, **options)
+    return zm.shard(model, mesh_of(*sizes), strategy, **options)
 
 
 def backward(model: nn.Module, step: int, ranks: int | None = None) -> None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 import zeromesh as zm
-from tests.dist.owners.test_parity import MICRO_BATCHES, Net, backward, shard
+from tests.dist.owners.test_parity import MICRO_BATCHES, backward, shard
+from tests.dist.parity import net
 from tests.dist.pool import on_ranks
 from tests.pure.planner.setups import small_cluster
 from zeromesh.cost.constants import default_constants
@@ -43,15 +44,13 @@ class Block(nn.Module):
         return x + torch.stack([hidden @ expert for expert in self.experts]).sum(0)
 
 
-def net() -> Net:
-    torch.manual_seed(0)
-    return Net(Block, dim=6, num_blocks=5, odd=False).double()
+MODEL = {"dim": 6, "num_blocks": 5, "block": Block}
 
 
 @cache
 def described() -> ModelSpec:
     """With experts of which a token meets some, as a dispatcher would show; here it meets all."""
-    spec = from_module(net(), seq_len=TOKENS, inputs=(torch.zeros(1, TOKENS, dtype=torch.int64),))
+    spec = from_module(net(**MODEL), seq_len=TOKENS, inputs=(torch.zeros(1, TOKENS, dtype=torch.int64),))
     units = [
         replace(unit, tensors=tuple(replace(t, active_share=0.5 if len(t.shape) == 3 else 1.0) for t in unit.tensors))
         for unit in spec.units
@@ -75,7 +74,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def compare(strategy: str, optimizer: str, ownership: str) -> None:
-    model = shard(net(), (2, 2), strategy)
+    model = shard(net(**MODEL), (2, 2), strategy)
     optimizers = optimizers_of(model, optimizer, ownership)
     owned = [each for each in optimizers if isinstance(each, OwnerOptimizer)]
     dtypes = {"param_dtype": "fp64", "grad_dtype": "fp64", "master_dtype": "fp64"}

@@ -23,11 +23,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zeromesh as zm
-from tests.dist.parity import MakeOptimizer, Pair, adamw, next_token_loss, tokens
+from tests.dist.parity import MakeOptimizer, Net, Pair, adamw, next_token_loss, tokens
 from tests.dist.pool import kept
 from zeromesh.engine.api import engine_of
 
-WIDTH, HIDDEN, VOCABULARY = 6, 5, 11
 MICRO_BATCHES, CLIP = 2, 0.5
 
 FP64: dict[str, Any] = dict.fromkeys(("reduce_dtype", "grad_dtype", "master_dtype"), torch.float64)
@@ -36,39 +35,21 @@ FP64: dict[str, Any] = dict.fromkeys(("reduce_dtype", "grad_dtype", "master_dtyp
 class Block(nn.Module):
     """A hidden width that no degree divides, a bias on either side, and a parameter of one element."""
 
-    def __init__(self) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 5)
+        self.down = nn.Linear(5, dim)
         self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.gain * self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class Net(nn.Module):
-    """Embedding, blocks, and a head that is not tied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        h = self.embed(tokens)
-        for layer in self.layers:
-            h = layer(h)
-        logits: Tensor = self.head(self.norm(h))
-        return logits
-
-
 def build() -> Net:
     """The same on every rank."""
     torch.manual_seed(3)
-    net = Net().double()
+    net = Net(dim=6, num_blocks=2, block=Block).double()
     for param in net.parameters():
         nn.init.normal_(param, mean=0.5 if param.dim() < 2 else 0.0, std=0.4)
     return net
@@ -84,8 +65,8 @@ def parallelise(net: Net, tp: DeviceMesh, plan: str) -> Net:
             activations divided between matrices. `loss`: the same, with logits that stay divided.
     """
     uneven = {"use_local_output": False}  # torch would take a local tensor for half of the whole
-    for layer in net.layers:
-        parallelize_module(layer, tp, {"up": ColwiseParallel(**uneven), "down": RowwiseParallel()})
+    for block in net.blocks:
+        parallelize_module(block, tp, {"up": ColwiseParallel(**uneven), "down": RowwiseParallel()})
     if plan == "tensor":
         parallelize_module(
             net,
@@ -99,13 +80,13 @@ def divide(net: Net, tp: DeviceMesh, plan: str) -> Net:
     """`parallelise`, or the same with sequence parallelism."""
     if plan in ("blocks", "tensor"):
         return parallelise(net, tp, plan)
-    for layer in net.layers:
-        assert isinstance(layer, Block)
-        layer.gain = nn.Parameter(
-            DTensor.from_local(layer.gain.detach(), tp, [Replicate()], run_check=False), requires_grad=True
+    for block in net.blocks:
+        assert isinstance(block, Block)
+        block.gain = nn.Parameter(
+            DTensor.from_local(block.gain.detach(), tp, [Replicate()], run_check=False), requires_grad=True
         )
         parallelize_module(
-            layer,
+            block,
             tp,
             {
                 "norm": SequenceParallel(use_local_output=False),
@@ -137,13 +118,13 @@ def mesh_of(*shape: int, tp: int = 2) -> DeviceMesh:
 
 
 def sharded(
-    strategy: str, plan: str, mesh: DeviceMesh, wrap: Callable[[nn.Module], None] = lambda layer: None, **options: Any
+    strategy: str, plan: str, mesh: DeviceMesh, wrap: Callable[[nn.Module], None] = lambda block: None, **options: Any
 ) -> nn.Module:
     """The model, divided over `tp`, where that has ranks, and sharded over all other axes."""
     names = mesh.mesh_dim_names or ()
     net = divide(build(), mesh["tp"], plan) if mesh["tp"].size() > 1 else build()
-    for layer in net.layers:
-        wrap(layer)
+    for block in net.blocks:
+        wrap(block)
     return zm.shard(net, mesh[names[:-1]], strategy, **(FP64 | options))
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeromesh as zm
-from tests.dist.parity import adamw, close, same_grads, same_optimizer_states, same_params
+from tests.dist.parity import adamw, close, net, same_grads, same_optimizer_states, same_params
 from tests.dist.pool import kept, on_ranks
 
-VOCABULARY, WIDTH, BATCH, SEQUENCE, PARTS, STEPS, MICROS = 11, 6, 2, 8, 2, 2, 3
+VOCABULARY, BATCH, SEQUENCE, PARTS, STEPS, MICROS = 11, 2, 8, 2, 2, 3
 IGNORED = -100
 
 
@@ -39,12 +39,12 @@ class Gathered(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.query, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+        self.mix = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(self, x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         query, key, value = self.query(x), self.key(x), self.value(x)
         first = 0
         if group is not None:
@@ -53,26 +53,6 @@ class Block(nn.Module):
         seen = torch.ones(x.shape[1], key.shape[1], dtype=torch.bool).tril(first)
         attended = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
         return x + torch.tanh(self.mix(attended))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x, group)
-        logits: Tensor = self.head(x)
-        return logits
-
-
-def net() -> Net:
-    torch.manual_seed(0)
-    return Net().double()
 
 
 def batch(step: int, micro: int, place: int) -> tuple[Tensor, Tensor]:
@@ -113,8 +93,8 @@ def step_plainly(plain: nn.Module, step: int) -> None:
 @pytest.mark.parametrize("strategy", ["cp=3,node=1", "cp=0,node=3"])
 @on_ranks(4)
 def test_trains_as_plain_training_on_whole_sequences_does(strategy: str) -> None:
-    mesh, plain = mesh_of(), net()
-    model = zm.shard(net(), mesh, strategy)
+    mesh, plain = mesh_of(), net(block=Block)
+    model = zm.shard(net(block=Block), mesh, strategy)
     optimizers = [adamw(each.parameters()) for each in (plain, model)]
     for step in range(STEPS):
         batches = own_batches(mesh, step)

@@ -41,9 +41,9 @@ Make = Callable[..., optim.Optimizer]
 def optimizers_of(model: nn.Module, make: Make) -> list[optim.Optimizer]:
     """Muon on the matrices of blocks, LAMB on what else is divided or not, AdamW on the rest, all of them by `make`."""
     named = dict(model.named_parameters())
-    matrices = [param for name, param in named.items() if "layers" in name and param.ndim == 2]
-    norms = [param for name, param in named.items() if "layers" in name and param.ndim < 2]
-    rest = [param for name, param in named.items() if "layers" not in name]
+    matrices = [param for name, param in named.items() if "blocks" in name and param.ndim == 2]
+    norms = [param for name, param in named.items() if "blocks" in name and param.ndim < 2]
+    rest = [param for name, param in named.items() if "blocks" not in name]
     return [
         make(optim.Muon, matrices, lr=0.05, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         make(LAMB, rest),

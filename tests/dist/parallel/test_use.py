@@ -17,7 +17,6 @@ import zeromesh as zm
 from tests.dist.parallel.tensor import (
     CLIP,
     FP64,
-    Net,
     backward,
     build,
     divide,
@@ -44,7 +43,7 @@ def from_elements(module: nn.Module) -> None:
 def test_from_the_meta_device():
     mesh = mesh_of(2)
     with torch.device("meta"):
-        net = Net().double()
+        net = build()
     model = zm.shard(divide(net, mesh["tp"], "loss"), mesh["node"], "node=3", init=from_elements, **FP64)
     wanted = build()
     with torch.no_grad():
@@ -210,14 +209,14 @@ class Keeps(nn.Module):
 @on_ranks(4)
 def test_leaves_that_are_kept_or_written_to(strategy):
     net, mesh = divide(build(), mesh_of(2)["tp"], "tensor"), mesh_of(2)
-    keeping = [Keeps(layer.up) for layer in net.layers]
-    for layer, keeps in zip(net.layers, keeping, strict=True):
-        layer.up = keeps
+    keeping = [Keeps(block.up) for block in net.blocks]
+    for block, keeps in zip(net.blocks, keeping, strict=True):
+        block.up = keeps
     model: Any = zm.shard(net, mesh["node"], strategy, **FP64)
     batch = tokens(0, 0, engine_of(model).control.rank)
     model(batch)
     if strategy != "node=1":
-        with pytest.raises(ModelError, match=r"gathered layers\.0\.up\.inner\.weight, which was kept from inside"):
+        with pytest.raises(ModelError, match=r"gathered blocks\.0\.up\.inner\.weight, which was kept from inside"):
             keeping[0].kept[0] + 1
     optimizer = momentum(model.parameters())
     loss = model(batch).sum()
