@@ -1,6 +1,6 @@
 """Trains one model plainly and sharded on the same global batch, and holds the two against each other.
 
-The first rank runs the plain forwards and backwards of all ranks' data, in fp64, so that what differs is zeromesh's
+The first rank runs the plain forwards and backwards of all ranks' data, in fp64, so that differences are zeromesh's
 doing, and tells the others its gradients, since processes outnumber cores. After each backward all gradients are
 compared, after each step all parameters: this rank's slices with the same parts of the whole tensors, and at the end
 the whole state dict.
@@ -255,7 +255,7 @@ class Pair:
         data_of: batch by step, micro-batch and place among the data-parallel ranks.
         micro_batches: of a step.
         run: all backwards of a step on this rank; None: those of `loss_of`, one micro-batch after another.
-        counts: what a loss counts by micro-batch and place, where losses are not all alike.
+        counts: the weight of a loss by micro-batch and place, where losses are not all alike.
         prepare: changes both copies before sharding.
         wrap: changes the sharded copy alone, before sharding: the plain one keeps its names.
         options: of `zm.shard`.

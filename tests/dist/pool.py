@@ -25,7 +25,7 @@ further groups through `kept` (hashable arguments only), which makes each once p
 
     mesh = kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=("cluster", "node"))
 
-Processes outnumber cores, so what one rank can do for all, such as plain training, the first does alone
+Processes outnumber cores, so work that one rank can do for all, such as plain training, the first does alone
 (`told_by_first`).
 
 A test that leaves a group unusable (a collective that timed out on purpose) says `spoils=True`. Ranks rendezvous
@@ -82,7 +82,7 @@ _bodies: dict[tuple[str, str], Body] = {}
 
 
 class RanksFailed(AssertionError):
-    """A rank raised, died or hung; the message holds what every rank has to say."""
+    """A rank raised, died or hung; the message holds the report of every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class Pool:
             spoils: the process group cannot be used by later calls.
 
         Returns:
-            What each rank returned, by rank.
+            The results, by rank.
 
         Raises:
             RanksFailed: with the traceback of every rank that failed.
@@ -232,7 +232,7 @@ def on_ranks(
 
 @functools.cache
 def fork_context() -> ForkServerContext:
-    """Forks from one server for each session, which imports once what takes seconds. The first optimizer imports
+    """Forks from one server for each session, which makes slow imports once. The first optimizer imports
     torch._dynamo."""
     context = get_context("forkserver")
     collected = [name for name in sys.modules if name.startswith(("tests.dist.", "tests.simdev."))]
@@ -354,7 +354,7 @@ def _leave() -> None:
 
 
 def _forget_meshes() -> None:
-    """DTensor's operations remember what they have returned, with meshes whose groups are gone and which are equal to
+    """DTensor's operations remember their results, with meshes whose groups are gone and which are equal to
     those of the next process group."""
     if "torch.distributed.tensor" in sys.modules:
         importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()

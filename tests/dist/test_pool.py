@@ -1,4 +1,4 @@
-"""The pool itself: results by rank, fresh groups, failures that say what happened."""
+"""The pool itself: results by rank, fresh groups, failures that say their cause."""
 
 from __future__ import annotations
 

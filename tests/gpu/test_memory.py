@@ -1,4 +1,4 @@
-"""Bytes on a device: what the schedule predicts, what tensors say, and what torch's allocator was asked for."""
+"""Bytes on a device: by the schedule, by tensors, and by requests to torch's allocator."""
 
 from __future__ import annotations
 

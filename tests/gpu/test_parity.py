@@ -71,7 +71,7 @@ def test_precisions(strategy, precision):
 
 @on_ranks(4, timeout_s=CALL_S)
 def test_quantised_wires_give_the_same_bits_late_or_early():
-    """Kept messages are what the device's own kernels decode; the collectives run on the host's copies."""
+    """The device's own kernels decode kept messages; the collectives run on the host's copies."""
     pytest.importorskip("triton")
     case = replace(CASE, precision="fp32")
     wires = "node=3@int8/int4,cluster=0@/int8", "node=3@int8/int8+ef,cluster=1@/int4+ef", "node=3,cluster=3k@int8"
@@ -94,12 +94,12 @@ def trained(strategy: str, case: Case) -> list[torch.Tensor]:
 
 
 LATE_S = 0.05
-"""More than what the host is behind the device."""
+"""More than the host is behind the device."""
 
 
 @contextmanager
 def without_start_of_streams() -> Iterator[None]:
-    """On CUDA: lanes do not wait for the computation before they read what it has written."""
+    """On CUDA: lanes do not wait for the computation before they read its results."""
 
     def put(self, job, ticket):
         with self._stream:
@@ -139,7 +139,7 @@ def sanitized(strategy: str) -> None:
 
 
 def test_torch_finds_no_unordered_accesses():
-    pool = Pool()  # of its own: what the sanitizer installs stays in a process
+    pool = Pool()  # of its own: hooks of the sanitizer stay in a process
     try:
         for strategy in ("node=3,cluster=1", "node=0,cluster=0", "node=1,cluster=2", "node=3,cluster=3k"):
             pool.run(4, sanitized, strategy, timeout_s=TIMEOUT_S / 5)

@@ -18,11 +18,11 @@ from zeromesh.measure.steps import Batch
 BATCH = Batch(model="1M", sequences=1, tokens=16, micro_batches=2)
 
 WORDS_BYTES = 24 << 10
-"""At most, of a step, beside the data: gloo's words about each message, and what ranks agree on. 3 to 20 kB are counted
+"""At most, of a step, beside the data: gloo's words about each message, and agreements of ranks. 3 to 20 kB are counted
 with these strategies, on a busy machine too, where TCP sends nothing again."""
 
 TREE = "2@1gbit,2@1gbit,1"
-"""Both axes are links, and what crosses the outer ones crosses the inner ones too."""
+"""Both axes are links, and bytes over the outer ones cross the inner ones too."""
 
 STRATEGIES = [
     "node=0,cluster=0@/int8",

@@ -1,4 +1,4 @@
-"""Real namespaces: what crosses which link and how fast, and that nothing is left behind."""
+"""Real namespaces: which bytes cross which link and how fast, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_flows(lab: Lab, kind: str, flows: Sequence[Flow], directory: Path) -> li
         (flow,) = (flow for flow in flows if place.rank in (flow.sender, flow.receiver))
         role = "receive" if place.rank == flow.receiver else "send"
         target = lab.wiring.leaf_address(lab.tree.places[flow.receiver].leaf)
-        # Links are measured, not what else the machine has to do: before all other processes.
+        # Links are measured, not the machine's other work: before all other processes.
         program = ["nice", "-n", "-20", sys.executable, "-S", str(PROGRAMS / "flow.py")]
         return [*program, kind, role, target, str(5000 + flow.receiver), str(flow.num_bytes), str(fifos[flow])]
 
@@ -67,7 +67,7 @@ def check_rates(lab: Lab, flows: Sequence[Flow], rates: Sequence[float], directo
             flow.num_bytes / (end - start) / (rate * PAYLOAD_SHARE)
             for flow, (start, end), rate in zip(flows, times, rates, strict=True)
         ]
-        # Over one second, what a bucket of 128 KiB has saved up is 2.1 % at 50 Mbit/s, and less at higher rates.
+        # Over one second, the savings of a bucket of 128 KiB are 2.1 % at 50 Mbit/s, and less at higher rates.
         assert max(shares) < 1.03, "faster than the link"
         worst = max(worst, min(shares))
         if worst >= at_least:
@@ -218,7 +218,7 @@ def lab_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def owner() -> Iterator[subprocess.Popen[str]]:
-    """A process that owns a lab; whatever a test does to it, no lab and no process is left."""
+    """A process that owns a lab; no lab and no process is left after any test."""
     command = [sys.executable, "-m", "tests.netlab.programs.owner"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         yield process

@@ -1,4 +1,4 @@
-"""Runs that go on: meshes for other numbers of ranks, and what to do about steps that are not finite."""
+"""Runs that go on: meshes for other numbers of ranks, and remedies for steps that are not finite."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_is_left_out_comes_back_from_a_checkpoint() -> None:
     assert [counts.batch(step) for step in (0, 7)] == [0, 7]
     counts.rolled_back(7, to=5)  # batches 5, 6 and 7
     assert counts.batch(5) == 8
-    counts.rolled_back(6, to=5)  # of what followed, 8 and 9
+    counts.rolled_back(6, to=5)  # of those that followed, 8 and 9
     assert counts.batch(5) == 10
     # Counts come back from a checkpoint.
     counts, other = NonFinite(skipped=1, rollbacks=2, in_a_row=3, left_out=4), NonFinite(skipped=9)

@@ -1,4 +1,4 @@
-"""Findings that a checker must have, and must not have, whatever was trained."""
+"""Findings that a checker must have, and must not have, in every training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def own_reads(checker: simdev.Checker) -> list[str]:
 
 def require_documented(checker: simdev.Checker, what: str, *, reads: int, besides: tuple[str, ...] = ()) -> None:
     """Clean, and so many reads, all of words that ranks exchange: docs/simdev.md lists two at `zm.shard`, one a step,
-    and one for each number that is summed over ranks. `besides`: files that bring what is saved to the host."""
+    and one for each number that is summed over ranks. `besides`: files that bring saved tensors to the host."""
     require_clean(checker, what)
     found = [read for read in own_reads(checker) if not read.startswith(besides)]
     ours = ("engine/control.py:", "engine/lifecycle.py:")  # the second, of a step whose words were not waited for

@@ -1,4 +1,4 @@
-"""Builds the device once, before the first test, or skips the tier and says what is missing."""
+"""Builds the device once, before the first test, or skips the tier and names the missing part."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def may_hang(programs: Sequence[Sequence[Launch]], order: LaunchOrder, room: int
     where, everywhere = _numbered(programs)
     first = frozenset[tuple[int, int]]()
     todo, seen = [first], {first}
-    # Only in a device that is full can a choice of what to begin rule another out: else one way shows all.
+    # Only in a device that is full can the choice of one rule another out: else one way shows all.
     streams = max(len({stream for _, stream in program}) for program in programs)
     one_way = order == "implicit" or room >= streams
     while todo:

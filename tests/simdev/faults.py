@@ -18,7 +18,7 @@ Fault = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def without_start(kind: str) -> Iterator[None]:
-    """The jobs of a lane do not wait for what the caller's stream holds."""
+    """The jobs of a lane do not wait for the caller's stream."""
     put = lane._Stream.put
 
     def early(self, job, ticket):
@@ -34,7 +34,7 @@ def without_start(kind: str) -> Iterator[None]:
 
 @contextmanager
 def without_end(kind: str) -> Iterator[None]:
-    """Whoever waits for a job of a lane waits for what came before the job."""
+    """Whoever waits for a job of a lane waits for the jobs before it alone."""
     put = lane._Stream.put
 
     def early(self, job, ticket):
@@ -52,7 +52,7 @@ def without_end(kind: str) -> Iterator[None]:
 
 @contextmanager
 def without_keeping() -> Iterator[None]:
-    """A ticket lets go of what its job refers to before the job is waited for."""
+    """A ticket lets go of its job's tensors before the job is waited for."""
     finish = Ticket._finish
 
     def let_go(self, error=None, event=None, device=None, job=None):

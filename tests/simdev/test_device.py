@@ -1,4 +1,4 @@
-"""The device by itself: what orders what, what the host waits for, and memory as torch's allocator for CUDA has it."""
+"""The device by itself: order of streams, waits of the host, and memory as torch's allocator for CUDA has it."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_memory_is_cut_as_torch_cuts_it():
     assert (stats.allocated_bytes, stats.rounded_bytes, stats.reserved_bytes) == (100, 512, 2 * MIB)
     middle = torch.empty(3 * MIB, dtype=torch.uint8, device="simdev")
     assert simdev.memory_stats().reserved_bytes == 22 * MIB
-    large = torch.empty(11 * MIB + 1, dtype=torch.uint8, device="simdev")  # what is left of the 20 MiB holds it
+    large = torch.empty(11 * MIB + 1, dtype=torch.uint8, device="simdev")  # the rest of the 20 MiB holds it
     assert simdev.memory_stats().reserved_bytes == 22 * MIB
     larger = torch.empty(11 * MIB + 1, dtype=torch.uint8, device="simdev")
     assert simdev.memory_stats().reserved_bytes == (22 + 12) * MIB

@@ -1,6 +1,6 @@
-"""The engine on a checked device: nothing races, nothing is freed early, and the host reads what the docs list.
+"""The engine on a checked device: nothing races, nothing is freed early, and the docs list all reads of the host.
 
-Vector clocks do not depend on timing, so one process is enough: it is a rank of a world that holds what it holds.
+Vector clocks do not depend on timing, so one process is enough: it is a rank of a world whose others hold the same.
 """
 
 from __future__ import annotations

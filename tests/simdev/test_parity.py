@@ -34,13 +34,13 @@ def check_all(strategies: list[str], case: Case, *shape: int) -> None:
 
 
 def copying(strategy: str) -> tuple[str, ...]:
-    """Files that bring to the host's memory what lies there: values at `zm.shard`, and sums of micro-batches."""
+    """Files that bring tensors of the host back to its memory: values at `zm.shard`, and sums of micro-batches."""
     return ("engine/flat.py:", "comm/host.py:") if strategy.startswith("host") else ()
 
 
 @on_devices(4)
 def test_mixes_on_two_axes():
-    """Each stage of either axis: what the device changes, streams and their order, is decided for those."""
+    """Each stage of either axis: the device's part, streams and their order, is decided for those."""
     inner, outer = ("0", "1", "2", "3", "3d", "3k"), ("1", "3", "0", "2", "3d", "3k")
     check_all([f"node={a},cluster={b}" for a, b in zip(inner, outer, strict=True)], CASE, 2, 2)
 

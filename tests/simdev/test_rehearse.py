@@ -1,4 +1,4 @@
-"""`zm.rehearse` and a configuration's steps on the virtual device, against what is counted on real ranks."""
+"""`zm.rehearse` and a configuration's steps on the virtual device, against counts on real ranks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_step_of_ones_own_on_1024_ranks():
     launches = found.launches_per_unit()
     assert launches["compute"] > 20
     # In each of two micro-batches: a copy and a gather for the forward and, but for the last blocks, for the backward;
-    # the backend's reduction and the sum onto what is there.
+    # the backend's reduction and the sum onto earlier gradients.
     assert (launches["unshard"], launches["reduce"]) == (8, 4)
     assert launches["boundary"] <= 4 and launches["refresh"] <= 2
     assert not found.host_reads or all("zeromesh/engine/control.py" in read.where for read in found.host_reads)
@@ -135,7 +135,7 @@ def test_seconds_are_those_of_kernels_and_links():
     def run(rows, where):
         return zm.rehearse(lambda m, o: step(m, o, rows), build, mesh=MESH, cluster=where).trace
 
-    # A host that needs a microsecond for each thing it does, whatever else this machine is busy with.
+    # A host that needs a microsecond for each thing it does, however busy this machine is.
     with mock.patch("time.process_time", map((1e-6).__mul__, itertools.count()).__next__):
         few, slower, many = run(1 << 14, cluster), run(1 << 14, slow), run(1 << 15, cluster)
     seconds = [trace.seconds(kind="compute", name="backward") for trace in (few, many)]
@@ -264,7 +264,7 @@ def test_wrong_input_is_one_message():
 
 
 def trained(run_config):
-    """On a real rank: what the second of two steps allocates and sends, and the workspace of gloo's collectives."""
+    """On a real rank: bytes that a second step allocates and sends, and the workspace of gloo's collectives."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from zeromesh.engine.api import engine_of
@@ -308,7 +308,7 @@ def rehearse_and_compare(run_config, rank, memory, workspace, calls):
     assert set(run_config.mesh) <= set(axes)
     sent = {axis: sum(bytes_ for name, _, bytes_ in calls if name == axis) for axis in axes}
     assert {axis.axis: axis.sent_bytes for axis in found.axes} == sent
-    # Not what a backend launches for each, which differs: the engine's collectives.
+    # Not a backend's launches for each, which differ: the engine's collectives.
     count = {axis: sum(name == axis for name, _, _ in calls) for axis in axes}
     assert {axis.axis: axis.collectives for axis in found.axes} == count
 

@@ -1,4 +1,4 @@
-"""A step of `zeromesh train` on a device: what the host waits for."""
+"""A step of `zeromesh train` on a device: the host's waits."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ LAUNCHES = 10
 
 
 def rehearsed(shape: Shape, mesh: DeviceMesh, strategy: str) -> None:
-    """Two steps as rank 0; memory is what the schedule says, to the byte, and launches keep within their budget."""
+    """Two steps as rank 0; memory is that of the schedule, to the byte, and launches keep within their budget."""
     before = simdev.memory_stats().allocated_bytes
     with torch.device("meta"):
         model = Model(shape).bfloat16()

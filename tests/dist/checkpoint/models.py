@@ -1,4 +1,4 @@
-"""A small model with what is hard to save, sharded, trained a little, and gathered for comparison."""
+"""A small model with parts that are hard to save, sharded, trained a little, and gathered for comparison."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str
 
 
 def assemble(ranks: list[list[tuple[str, tuple[int, ...], int, Tensor]]]) -> dict[str, Tensor]:
-    """Whole tensors out of what all ranks hold; replicas must be equal."""
+    """Whole tensors out of all ranks' slices; replicas must be equal."""
     whole: dict[str, Tensor] = {}
     covered: dict[str, Tensor] = {}
     for name, shape, start, local in (piece for pieces in ranks for piece in pieces):

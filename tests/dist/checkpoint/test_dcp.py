@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint reads and writes what zeromesh does; FSDP2 users come and leave with their optimizer."""
+"""torch.distributed.checkpoint reads and writes zeromesh's; FSDP2 users come and leave with their optimizer."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_state_dict_goes_through_dcp_to_any_layout(pool: Pool, tmp_path: Path) -
 
 
 def whole_tensors(mesh: Mesh, strategy: str):
-    """Whole tensors are taken too; what is computed afterwards is computed with them."""
+    """Whole tensors are taken too; forwards afterwards compute with them."""
     torch.manual_seed(3)
     plain = Odd().eval()
     model, _ = make(mesh, strategy, seed=1)

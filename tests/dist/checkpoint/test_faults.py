@@ -54,7 +54,7 @@ def rank_main(rank: int, directory: Path, victim: int, number: int) -> None:
             time.sleep(TIMEOUT_S * 20)  # the signal stops this thread when the kernel gets round to it
 
         saver.write_file = write_file  # type: ignore[assignment]
-    for group in dist.distributed_c10d._world.pg_map:  # after what all ranks come to
+    for group in dist.distributed_c10d._world.pg_map:  # after calls that all ranks come to
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), group)
     checkpoints.save(2)
     start = time.monotonic()
@@ -110,7 +110,7 @@ def test_the_others_name_it_and_keep_the_checkpoint_before(
 
 
 def full_disk(directory: Path, where: str) -> str:
-    """Rank 1 alone finds the disk full, as it writes or as it syncs; what this rank is told."""
+    """Rank 1 alone finds the disk full, as it writes or as it syncs; the message to this rank."""
     model, optimizer = make((("cluster", 1), ("node", 2)), "node=3,cluster=0")
     train(model, optimizer, 1)
 
@@ -153,7 +153,7 @@ def damage(checkpoint: Path) -> None:
 
 
 def fall_back(directory: Path, mesh: Mesh, strategy: str) -> list[str]:
-    """Rank 1 alone finds the newest checkpoint damaged, then all of them; what this rank is warned of."""
+    """Rank 1 alone finds the newest checkpoint damaged, then all of them; the warnings of this rank."""
     model, optimizer = make(mesh, strategy)
     train(model, optimizer, 1)
     with Checkpoints(directory / "run", model, optimizer) as checkpoints:

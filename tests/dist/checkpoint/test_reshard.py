@@ -26,18 +26,18 @@ LAYOUTS = [ONE, TWO, THREE, FOUR, SIX]
 
 
 def save(directory: Path, mesh: Mesh, strategy: str):
-    """Two steps, saved; what each rank held."""
+    """Two steps, saved; the slices of this rank."""
     model, optimizer = make(mesh, strategy)
     train(model, optimizer, 2)
     with Checkpoints(directory, model, optimizer) as checkpoints:
         checkpoints.save(2, {"scheduler": {"last": (1, 2)}})
         held = slices(model, optimizer)
-        train(model, optimizer, 1, first=2)  # what is written is the copy, whatever training does meanwhile
+        train(model, optimizer, 1, first=2)  # the copy is written, while training goes on
     return held
 
 
 def load(directory: Path, mesh: Mesh, strategy: str):
-    """Into another model's values; what each rank holds then, and whether it can go on."""
+    """Into another model's values; the slices of this rank then, and whether it can go on."""
     model, optimizer = make(mesh, strategy, seed=1)
     with Checkpoints(directory, model, optimizer) as checkpoints:
         restored = checkpoints.load("auto")

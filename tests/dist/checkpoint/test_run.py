@@ -1,4 +1,4 @@
-"""Checkpoints of `zeromesh train`: resumed equals uninterrupted, and what a damaged or foreign directory leads to."""
+"""Checkpoints of `zeromesh train`: resumed equals uninterrupted, and damaged or foreign directories are told apart."""
 
 from __future__ import annotations
 

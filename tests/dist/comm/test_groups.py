@@ -161,7 +161,7 @@ def processes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def freed(group: AxisGroup) -> None:
-    """Asserts that only the caller holds the group: else it would not be offered, whatever it has been through."""
+    """Asserts that only the caller holds the group: else it would not be offered."""
     holders = [holder for holder in gc.get_referrers(group) if not isinstance(holder, types.FrameType)]
     assert not holders, holders
 

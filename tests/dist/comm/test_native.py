@@ -114,7 +114,7 @@ LOSSLESS = pytest.mark.parametrize("collective", [gather, scatter, reduce])
 
 
 class Launches(TorchDispatchMode):
-    """Counts what a lane's stream would be given: kernels that compute or copy, and collectives."""
+    """Counts the work that a lane's stream would be given: kernels that compute or copy, and collectives."""
 
     def __init__(self) -> None:
         super().__init__()

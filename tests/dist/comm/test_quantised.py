@@ -229,7 +229,7 @@ def mean_of_two_axes(generators: list[torch.Generator]) -> float:
 
 @on_ranks(4)
 def test_rounding_at_random_is_unbiased_over_two_axes():
-    """Each by draws of its own: by the same ones, what the first has rounded up the second would round up too."""
+    """Each by draws of its own: by the same ones, the second would round up wherever the first has."""
     groups = axes(2, 2)
     assert mean_of_two_axes([noise_generator(group, "weight") for group in groups]) == pytest.approx(0.15, abs=0.01)
     same = [torch.Generator().manual_seed(group.rank) for group in groups]

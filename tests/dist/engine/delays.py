@@ -1,8 +1,8 @@
 """Random delays in communication and computation, so that a wait that is missing shows as wrong numbers.
 
 On CPU a delay is a sleep in a lane's thread, or of the computation between two points of the schedule. On CUDA it is a
-spinning kernel on the stream in question: the host goes on, and nothing but an event keeps one stream from running into
-what another has not done yet. There, collectives over gloo block the host, so the delay also lies before their results
+spinning kernel on the stream in question: the host goes on, and nothing but an event keeps one stream from overtaking
+another. There, collectives over gloo block the host, so the delay also lies before their results
 are copied back to the device (`comm.transport`).
 """
 
@@ -75,7 +75,7 @@ def delays(seed: int, *, lane_s: float = 3e-3, point_s: float = 3e-3, device: st
         return submit(self, delayed, label, after=after)
 
     def delayed_run(self, point, unit=-1):
-        drawn.spend(drawn.draw(point_s))  # whatever this point issues is late
+        drawn.spend(drawn.draw(point_s))  # all that this point issues is late
         run(self, point, unit)
         drawn.spend(drawn.draw(point_s))  # and is ahead of the computation that follows
 

@@ -106,7 +106,7 @@ class Case:
         clip: norm to clip to; None does not.
         bucket_bytes: as for `zm.shard`.
         debug: as for `zm.shard`: slots are looked at before and after every use.
-        device: where both trainings compute; what is compared with comes from the host.
+        device: where both trainings compute; expected values come from the host.
     """
 
     optimizer: str = "adamw"
@@ -217,7 +217,7 @@ class Plain:
 
     Args:
         start: parameters before the first step.
-        terms: for each gradient of the first step, the sum of the magnitudes of what was added up.
+        terms: for each gradient of the first step, the sum of the magnitudes of its terms.
         states: of the optimizer at the end, by parameter and name.
         state: the model's state dict at the end.
     """
@@ -333,12 +333,12 @@ def take_step(model: nn.Module, optimizer: Optimizers, case: Case, step: int) ->
 
 
 Bits = list[tuple[str, str]]
-"""Digests of this rank's slices, by what they are."""
+"""Digests of this rank's slices, by name."""
 
 
 def trained(strategy: str, case: Case, *shape: int, **options: Any) -> Bits:
-    """On a rank: trains without comparing. The bits of its gradients in each step, and at the end of what was trained
-    and of the optimizer's states."""
+    """On a rank: trains without comparing. The bits of its gradients in each step, and at the end of trained
+    parameters and of the optimizer's states."""
     bits: Bits = []
     with sharded(strategy, case, mesh_of(*shape), **options) as (model, optimizer):
         for step in range(case.steps):
@@ -366,7 +366,7 @@ def check(strategy: str, case: Case, *shape: int, before_step: Callable[[], None
 
     Args:
         strategy: as for `zm.shard`.
-        case: what to train.
+        case: the training.
         shape: of the mesh, innermost first.
         before_step: called between the comparison of gradients and the optimizer's step; for faults.
     """
@@ -435,11 +435,11 @@ class Comparison:
         self._compare(f"parameter {step}", pairs, record.params)
 
     def stepped(self, optimizer: Optimizers, record: Step, norm: float) -> None:
-        """Parameters and moments after the first step are what torch makes of gradients within their bound.
+        """Parameters and moments after the first step are torch's for gradients within their bound.
 
-        Each element of them rises or falls with its own gradient or with its magnitude. So they lie between what the
-        optimizer makes, in fp64, of the ends of the gradient's interval and of the point in it that is nearest to zero,
-        give or take the rounding of the optimizer's few operations.
+        Each element of them rises or falls with its own gradient or with its magnitude. So they lie between the
+        optimizer's results, in fp64, for the ends of the gradient's interval and the point in it that is nearest to
+        zero, give or take the rounding of the optimizer's few operations.
 
         Args:
             optimizer: after its first step.
@@ -501,13 +501,13 @@ class Comparison:
             self._elementwise("state dict", {name: (value, expected[name]) for name, value in got.items()})
 
     def padding(self) -> None:
-        """Zeros in every shard: what lies there would leak into the next gather or reduction."""
-        self.engine.at_rest()  # what nobody has waited for may still be written
+        """Zeros in every shard: other values would leak into the next gather or reduction."""
+        self.engine.at_rest()  # results that nobody has waited for may still be written
         for unit in self.engine.units:
             for buffer in unit.buffers:
                 held = {"params": (buffer.params, buffer.param_range)}
                 if buffer.master is not None and buffer.grads is not None:
-                    # beside `reduced` is what was sent
+                    # beside `reduced` are the sent values
                     held |= {
                         "master": (buffer.master, buffer.state_range),
                         "grads": (buffer.shown, buffer.state_range),

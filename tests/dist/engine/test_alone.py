@@ -85,7 +85,7 @@ def test_the_same_bits_on_two_ranks():
 
 @on_ranks(6)
 def test_the_same_bits_on_odd_axes():
-    """Also of what is sent in pieces: while the first ones are summed the last are yet to be sent."""
+    """Also of messages in pieces: while the first ones are summed the last are yet to be sent."""
     require_same_bits(AXES[2:4], replace(ONCE, world=6), 3, 2)
     for strategy, shape in (("node=1", (6,)), ("node=0,cluster=1", (3, 2))):
         found = []

@@ -1,4 +1,4 @@
-"""Delays at random change nothing: whatever is needed is waited for.
+"""Delays at random change nothing: all that is needed is waited for.
 
 Without a wait the numbers are wrong: `test_faults` and `tests/simdev/test_order.py`, which no clock decides.
 """

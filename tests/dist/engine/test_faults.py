@@ -230,7 +230,7 @@ def test_without_a_fault_they_agree():
         check(STRATEGY, case, 2, 2, before_step=gate.set)
 
 
-# ---- debug mode finds what autograd's version counters no longer can: see zeromesh.engine.guard
+# ---- debug mode finds faults that autograd's version counters no longer can: see zeromesh.engine.guard
 
 
 def debug():

@@ -40,7 +40,7 @@ def test_predicted_is_allocated(precision, strategies):
         with sharded(strategy, case, mesh_of(2, 2)) as (model, optimizer):
             buffers = [tensor.data_ptr() for tensor in engine_of(model).backend.working_buffers()]
             take_step(model, optimizer, case, 0)
-            # Torch's optimizers make no states for what never has a gradient: two moments, in the master's dtype.
+            # Torch's optimizers make no states where there never is a gradient: two moments, in the master's dtype.
             never = [p for p in engine_of(model).optimizer_params() if p.requires_grad and "unused" in p.full_name]
             for line in zm.memory_report(model, optimizer.members[0]):
                 unmade = [param.local.nbytes for param in never if param.on_host == (line.place == "host")]
@@ -240,7 +240,7 @@ def test_deleting_the_model_frees_everything_at_once(strategy):
     engine = engine_of(model)
     with zm.record_trace(model) as recording:
         backward(model, case, 0)
-        optimizer.step()  # what it leaves under way was recorded
+        optimizer.step()  # its work under way was recorded
     assert recording.steps
     engine.at_rest()
     held = [tensor for unit in engine.units for buffer in unit.buffers for tensor in buffer.persistent().values()]
@@ -259,7 +259,7 @@ def test_deleting_the_model_frees_everything_at_once(strategy):
         )
     ]
     gc.collect()
-    gc.disable()  # what only the collector can free is held until it happens to run
+    gc.disable()  # memory that only the collector can free is held until it happens to run
     try:
         del engine, held, scratch, threads, model, optimizer, recording
         alive = [one for ref in watched if (one := ref()) is not None]

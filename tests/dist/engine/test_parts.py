@@ -1,4 +1,4 @@
-"""Parts with layouts of their own train as one process does, and hold, send and save what their layouts do."""
+"""Parts with layouts of their own train as one process does, and hold, send and save as their layouts do."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_is_held_sent_and_saved(tmp_path):
 
 @on_ranks(4)
 def test_quantised_wires_of_a_part_are_its_alone():
-    """Where its gradients alone are rounded, the others' are to the bit what they are without."""
+    """Where its gradients alone are rounded, the others' are to the bit the same as without."""
     grads = list[dict[str, torch.Tensor]]()
     for wire in ("", "@/int8", "@/int4"):
         with sharded(f"node=3,cluster=1 | *.up: node=3{wire},cluster=1{wire}", CASE, mesh_of(2, 2)) as (model, _):

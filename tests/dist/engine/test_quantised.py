@@ -126,7 +126,7 @@ def allowed(placed: BufferLayout) -> float:
     """How far a gradient may be off, over the largest that any rank has; `error_bound`, axis by axis.
 
     In a mean over n ranks the own chunk of each is exact, so a scatter adds (n-1)/n of a quantisation; an all-reduce
-    is a scatter and a gather, which quantises what all have.
+    is a scatter and a gather, which quantises the whole mean.
     """
     growth = 1.0
     steps = (*placed.routes["reduce"].steps, *placed.routes["boundary"].steps)
@@ -140,14 +140,14 @@ def allowed(placed: BufferLayout) -> float:
 
 
 def off(strategy: str, *shape: int, device: str = "cpu") -> tuple[float, float]:
-    """The gradients' largest distance from the exact mean over ranks, over what is allowed, on any rank; that of
+    """The gradients' largest distance from the exact mean over ranks, over the allowed one, on any rank; that of
     gradients that are all zero."""
     torch.manual_seed(0)
     base = Net()
     names = [name for name, _ in base.named_parameters()]
     exact = {name: torch.zeros_like(param) for name, param in base.named_parameters()}
     largest: dict[str, Tensor] = dict.fromkeys((name.rpartition(".")[0] for name in names), torch.zeros(()))
-    for micro in range(MICRO_BATCHES):  # errors of micro-batches add up, each within what its own gradients allow
+    for micro in range(MICRO_BATCHES):  # errors of micro-batches add up, each within the bound of its own gradients
         grads = torch.autograd.grad(loss_of(base, 0, micro) / MICRO_BATCHES, list(base.parameters()))
         found = {unit: torch.zeros(()) for unit in largest}
         for name, grad in zip(names, grads, strict=True):
@@ -167,7 +167,7 @@ def off(strategy: str, *shape: int, device: str = "cpu") -> tuple[float, float]:
         for buffer in unit_shards.buffers:
             for param in (p for p in buffer.optimizer_params if p.local.numel()):
                 wanted = exact[param.full_name].flatten()[param.flat_start :][: param.local.numel()]
-                # One rounding of a few dozen fp32 operations is far below what a code is worth.
+                # One rounding of a few dozen fp32 operations is far below the worth of a code.
                 bound = (allowed(buffer.placed) + 1e-5) * largest[param.full_name.rpartition(".")[0]]
                 distances = torch.stack([(param.grad.local.cpu() - wanted).abs().max(), wanted.abs().max()])
                 worst = torch.maximum(worst, distances / bound)
@@ -234,7 +234,7 @@ def test_kept_copies_are_messages_and_give_the_same_bits():
     torch.manual_seed(0)
     base, mesh = Net(), mesh_of(2, 2)
     dropped, kept = "node=3@int8/int4,cluster=3@int8/int4", "node=3@int8/int4,cluster=3k@int8/int4"
-    with mock.patch.dict("os.environ", {"ZEROMESH_DEBUG": "1"}):  # backwards must see what forwards saw
+    with mock.patch.dict("os.environ", {"ZEROMESH_DEBUG": "1"}):  # backwards must see the same as forwards
         expected = train(zm.shard(copy.deepcopy(base), mesh, dropped), steps=2)
         model = zm.shard(base, mesh, kept)
         losses = train(model, steps=2)
@@ -262,7 +262,7 @@ def reduced(strategy: str, steps: int) -> list[Tensor]:
 
 @on_ranks(4)
 def test_what_is_lost_is_sent_later():
-    """The sum of gradients over 14 steps misses the exact one by what is owed in the end: as much as over 3."""
+    """The sum of gradients over 14 steps misses the exact one by the debt at the end: as much as over 3."""
     exact = reduced("node=3,cluster=0", 1)
 
     def missed(strategy: str, steps: int) -> float:
@@ -310,7 +310,7 @@ FED_BACK = ["node=0@/int4+ef,cluster=0", "node=2@/int4+ef,cluster=1@/int8+ef", "
 
 @on_ranks(4)
 def test_equal_weights_change_no_bit():
-    """Nor of what is owed: after steps of 2**14 tokens a rank come one of a single token, and again a long one."""
+    """Nor of debts: after steps of 2**14 tokens a rank come one of a single token, and again a long one."""
     for strategy in FED_BACK:
         (model, optimizer), (plain, other) = model_of(strategy), model_of(strategy)
         for weight in (2.0**14, 1.0, 2.0**14):
@@ -332,7 +332,7 @@ def test_a_gradient_that_is_thrown_away_owes_nothing():
 @pytest.mark.parametrize("strategy", ["node=1@/int4,cluster=0", "node=0@/int4,cluster=0@/int4"])
 @on_ranks(4)
 def test_each_backward_is_rounded_anew(strategy):
-    """Backwards that add to a gradient that is there already, without zm.accumulate: what rounding adds must differ."""
+    """Backwards that add to a gradient that is there already, without zm.accumulate: errors of rounding must differ."""
     model, _ = model_of(strategy)
     plain, _ = model_of("node=0,cluster=0")
     gradients(plain)
@@ -374,7 +374,7 @@ REFUSED = {
 
 @on_ranks(4)
 def test_what_is_refused_leaves_the_model_as_it_was():
-    """So that what the message suggests can be tried."""
+    """So that the message's suggestion can be tried."""
     for strategy, message in REFUSED.items():
         base = Net().double()
         before = [param.clone() for param in base.parameters()]
@@ -398,7 +398,7 @@ class Skipping(Net):
 
 @on_ranks(4)
 def test_what_is_owed_stays_while_no_rank_uses_a_unit():
-    """Layer drop: what its gradients are still owed is no part of a gradient that was thrown away."""
+    """Layer drop: the debt to its gradients is no part of a gradient that was thrown away."""
     torch.manual_seed(0)
     model = zm.shard(Skipping(), mesh_of(2, 2), "node=0@/int4+ef,cluster=0", bucket_bytes=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -1,6 +1,6 @@
-"""A language model trained over quantised wires ends where an unquantised one does, and what that takes.
+"""A language model trained over quantised wires ends where an unquantised one does, and needs all its means for it.
 
-The model is small but asks for what large ones do: tokens have Zipf's frequencies, so gradients that are hundreds of
+The model is small but as demanding as large ones: tokens have Zipf's frequencies, so gradients that are hundreds of
 times apart lie in one message, and AdamW makes the small ones count.
 """
 
@@ -42,7 +42,7 @@ class Bigrams(nn.Module):
 
 
 class Language:
-    """Tokens of Zipf's frequencies, spread over the vocabulary, and what follows each."""
+    """Tokens of Zipf's frequencies, spread over the vocabulary, and the successors of each."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -90,5 +90,5 @@ def test_losses_end_within_a_bound_that_one_scale_for_all_misses(pool: Pool):
     assert lossless < 3.3  # from ln(128) = 4.9: it has learnt
     assert quantised != lossless
     assert abs(quantised / lossless - 1) < BOUND, (quantised, lossless)
-    # Without what makes int4 work the same bound fails, so it says something.
+    # Without the means that make int4 work the same bound fails, so it says something.
     assert abs(broken / lossless - 1) > 1.5 * BOUND, (broken, lossless)

@@ -124,7 +124,7 @@ def test_the_same_events():
 
 @on_ranks(4)
 def test_computation_and_waits_are_the_step():
-    """On the rank's own row nothing overlaps, and nothing is missing but what the user does between."""
+    """On the rank's own row nothing overlaps, and nothing is missing but the user's own work between."""
     for strategy in ("node=3,cluster=1", "node=3,cluster=1;overlap=none"):
         found, _ = measured(strategy, Case(precision="fp32"), 2, 2)
         row = sorted((e for e in found.events if e.resource == "compute"), key=lambda e: e.start_s)

@@ -1,4 +1,4 @@
-"""Each wrong input gives one message that says what was required, what was got, what to do; on all ranks, no hang."""
+"""Each wrong input gives one message that says the requirement, the value and the remedy; on all ranks, no hang."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_wrong_input_on_one_rank_only():
 
 @on_ranks(4)
 def test_a_cluster_that_one_rank_does_not_know():
-    """With "auto", what the planner refuses on one rank is heard of by all."""
+    """With "auto", all hear of a refusal by the planner on one rank."""
     wrong = dist.get_rank() == 2
     workload = zm.Workload(seq_len=8, global_batch_tokens=64, micro_batch=1)
     found = r"cluster 'gloo-labtop'.*did you mean gloo-laptop\?"

@@ -1,4 +1,4 @@
-"""Whatever ends a forward, a backward, a step or the process, at any moment of a step: what follows is right, or
+"""A forward, a backward, a step or the process may end at any moment, for any reason: all that follows is right, or
 refused until `zm.zero_grad(model)`; no process aborts, hangs, or ends with a code that is not its own."""
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def fork_and_wait() -> None:
 def exit_codes(world: int, store: Path, run: Callable[[int], None]) -> list[int] | None:
     """Exit codes of so many ranks, each in its own process; None in those processes, which go on to their end.
 
-    What they print lies in files beside `store`.
+    Their output lies in files beside `store`.
     """
     children = []
     for rank in range(world):
@@ -254,7 +254,7 @@ data = [[{"x": torch.randn(2, 8)}] * 2] * 3
 
 
 def loop_of_the_readme(rank: int) -> None:
-    """As a script, whose last statement is the last step's: what it has made is there until the interpreter ends."""
+    """As a script, whose last statement is the last step's: its results are there until the interpreter ends."""
     readme = Path(__file__).parents[3].joinpath("README.md").read_text()
     loop = readme.split("```python\n")[1].split("```")[0]
     small = loop.replace('"cuda", (16, 8)', '"cpu", (2, 2)')
@@ -268,8 +268,8 @@ README = "the loop of the README"
 def run_all(directory: Path) -> None:
     """Forked from one process that has imported everything; a child falls through to the end of the interpreter."""
     parameter = nn.Parameter(torch.zeros(1))
-    sgd([parameter]).step()  # imports what torch imports late
-    gc.freeze()  # else each child spends a second on what it has inherited
+    sgd([parameter]).step()  # imports modules that torch imports late
+    gc.freeze()  # else each child spends a second on inherited objects
     runs = {", ".join(cell): (2, lambda rank, cell=cell: script(rank, *cell)) for cell in cells()}
     found = {}
     for name, (world, run) in {**runs, README: (4, loop_of_the_readme)}.items():

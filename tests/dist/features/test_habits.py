@@ -26,7 +26,7 @@ def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize(("strategy", "by_hand"), [("node=3", False), ("node=1", False), ("node=0", True)])
 @on_ranks(2)
 def test_gradients_that_are_still_held_keep_their_values(strategy, by_hand):
-    """As plain torch's do once `.grad` is None: what was kept of one loss is combined with that of another."""
+    """As plain torch's do once `.grad` is None: gradients kept of one loss are combined with those of another."""
     plain = chain()
     model = sharded(plain, strategy)
     held: list[list[Any]] = []
@@ -133,7 +133,7 @@ def test_reentrant_checkpoints_of_a_block_that_is_called_again():
 
 
 class Skippable(Block):
-    """A layer that is dropped hands on what it was given."""
+    """A layer that is dropped hands on its input."""
 
     skip = False
 

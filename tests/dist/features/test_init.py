@@ -94,7 +94,7 @@ class Held(TorchDispatchMode):
 
 @on_ranks(4)
 def test_no_rank_ever_holds_the_whole_meta_model():
-    """At most two units, as the modules hold one and as it is broadcast, beside what the rank is to keep anyway; and
+    """At most two units, as the modules hold one and as it is broadcast, beside the rank's own part; and
     one that the back end's thread lets go of a moment after its broadcast has ended."""
 
     def init(module: nn.Module) -> None:

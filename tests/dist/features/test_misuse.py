@@ -46,7 +46,7 @@ def same_grads(model: nn.Module, plain: nn.Module) -> None:
         close(ours.grad.local, local_part(ours, mean / dist.get_world_size()), name, BOUND)
 
 
-# ---- what autograd would differentiate outside a unit's forward
+# ---- autograd's work on parameters outside a unit's forward
 
 
 @STAGES
@@ -122,7 +122,7 @@ def test_what_a_backward_left_before_it_raised_is_dropped(strategy):
         model(x).sum().backward()
     with booming(), zm.accumulate(model, last=False):
         model(x).sum().backward()
-    optimizer.zero_grad()  # knows nothing of what is not shown yet
+    optimizer.zero_grad()  # knows nothing of gradients that are not shown yet
     with pytest.raises(ModelError, match=r"part of its micro-batch.*zm\.zero_grad"):
         model(x).sum().backward()
     zm.zero_grad(model)
@@ -141,7 +141,7 @@ def test_what_a_backward_left_before_it_raised_is_dropped(strategy):
 @pytest.mark.parametrize("strategy", ["node=3", "node=0"])
 @on_ranks(2)
 def test_weights_count_where_gradients_do(strategy):
-    """Whatever else a micro-batch goes through: two backwards, none, an error after its own, one that is given up."""
+    """In all turns of a micro-batch: two backwards, none, an error after its own, one that is given up."""
     base, rank = fragile(), dist.get_rank()
     model = sharded(base, strategy)
     weight = 1.0 + 2 * rank  # 1 and 3
@@ -353,7 +353,7 @@ def test_a_part_shows_slices_of_whole_tensors(strategy):
 @pytest.mark.parametrize(("strategy", "assign"), [("node=3", True), ("node=1", False), ("node=0", True)])
 @on_ranks(2)
 def test_what_is_loaded_is_computed_with(strategy, assign):
-    """Whole, in part, into a part, into what holds the model; slices, parameters, or tensors of another dtype."""
+    """Whole, in part, into a part, into a module around the model; slices, parameters, or tensors of another dtype."""
     plain = chain()
     with torch.no_grad():
         for param in plain.parameters():

@@ -66,7 +66,7 @@ def test_groups_by_name_and_ndim():
 
 
 class Several:
-    """Several optimizers behind what `Pair` asks of one."""
+    """Several optimizers behind the methods that `Pair` calls of one."""
 
     def __init__(self, optimizers: list[optim.Optimizer], every: list[int]) -> None:
         self.optimizers, self.every, self.steps = optimizers, every, 0

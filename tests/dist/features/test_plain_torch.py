@@ -192,7 +192,7 @@ def test_some_gradients_are_of_no_optimizer_and_some_are_dropped_or_zeroed(strat
         same_params(model, plain)
 
 
-# ---- what takes the place of parameters
+# ---- replacements of parameters
 
 
 @SOME
@@ -252,7 +252,7 @@ def test_an_optimizer_is_looked_at_again_when_its_parameters_change():
         early.step()
 
 
-# ---- what is computed of slices
+# ---- functions of slices
 
 
 @SOME
@@ -346,7 +346,7 @@ def test_a_parameter_that_blocks_hand_on():
         assert max(len(leaf._backward_hooks or ()) for buffer in buffers for leaf in buffer.leaves) <= 3
 
 
-# ---- what a graph reads of gathered parameters outside their unit's turn
+# ---- reads of gathered parameters outside their unit's turn
 
 
 @on_ranks(2)
@@ -402,7 +402,7 @@ def test_a_forward_that_writes_to_its_weights_is_told(strategy, way):
 
 @on_ranks(2)
 def test_a_gathered_parameter_that_was_kept_computes_nothing():
-    """In memory that another block's parameters are in by now; where it has its own it is what it was."""
+    """In memory that another block's parameters are in by now; where it has its own it is as it was."""
     kept: dict[str, torch.Tensor] = {}
 
     def keep(self, x):
@@ -438,7 +438,7 @@ def test_frozen_blocks_whose_outputs_no_hook_can_see_are_not_used_unseen():
 
 @on_ranks(2)
 def test_a_model_whose_outputs_no_hook_can_see():
-    """The loss is made of what lies in an object that is no container, as training loops of Hugging Face's may get.
+    """The loss is made of tensors in an object that is no container, as training loops of Hugging Face's may get.
     Tensors are returned too, of which the loss uses none, or that have no gradient."""
 
     def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -605,7 +605,7 @@ def test_methods_that_are_registered_compute_as_a_forward_does(strategy):
         functional.linear(inputs(), pair.model.encoder[1].weight)
 
 
-# ---- what a forward does with the parameters themselves
+# ---- forwards that replace or write to parameters
 
 
 @SOME
@@ -759,7 +759,7 @@ def test_a_step_of_one_optimizer_between_the_backwards_of_two(strategy):
         v.sum().backward()
 
 
-# ---- what is saved by others
+# ---- checkpoints of others
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> nn.Module:
@@ -855,7 +855,7 @@ def test_whole_states_of_one_element_are_taken():
         owned.step()
 
 
-# ---- others' wrappers, and what went wrong before
+# ---- others' wrappers, and backwards that raised before
 
 
 @on_ranks(2)
@@ -883,8 +883,8 @@ def in_ddp(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(("strategy", "wrap"), [("node=3", in_ddp), ("node=0", in_ddp), ("node=1", replicate)])
 @on_ranks(2)
 def test_a_sharded_part_of_a_replicated_model(strategy, wrap):
-    """Each reduces what is its own, from the first step on, and nothing is broadcast over slices."""
-    torch.manual_seed(dist.get_rank())  # of what is replicated, DDP takes the first rank's too
+    """Each reduces its own gradients, from the first step on, and nothing is broadcast over slices."""
+    torch.manual_seed(dist.get_rank())  # of replicated parameters, DDP takes the first rank's too
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), chain(2), nn.Linear(WIDTH, WIDTH).double())
     for param in plain.parameters():
         dist.broadcast(param.data, 0)

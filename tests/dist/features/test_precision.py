@@ -94,7 +94,7 @@ def skip_together(kind: str, clip: bool, strategies: Sequence[str], device: str 
 
 @on_ranks(4)
 def test_scaled_gradients_of_fp16_compute():
-    """Scales too large for fp16 overflow by themselves; masters stay what they were, on all ranks, until one fits."""
+    """Scales too large for fp16 overflow by themselves; masters stay as they were, on all ranks, until one fits."""
     for strategy in ("node=3,cluster=1", "node=0,cluster=1"):
         base = net().float()
         plain = copy.deepcopy(base).double()
@@ -185,7 +185,7 @@ def test_compute_dtype_master_dtype_and_the_dtypes_of_inputs(strategy, dtype):
         bound = 8 * torch.finfo(dtype).eps * max(1.0, expected.grad.abs().max().item())
         assert param.dtype == torch.float32
         close(param.grad.local, local_part(param, expected.grad), name, bound)
-        close(param.local, local_part(param, expected), name, 0.0)  # masters keep what bf16 would round
+        close(param.local, local_part(param, expected), name, 0.0)  # masters keep digits that bf16 would round
     before = zm.full_state_dict(model)
     optimizer.step()
     after = zm.full_state_dict(model)

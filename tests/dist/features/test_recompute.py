@@ -191,7 +191,7 @@ graphs: list[int] = []
 
 
 def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-    """A back end that runs what was captured as it is: what matters here is what was captured."""
+    """A back end that runs graphs as they were captured: their sizes alone matter here."""
     graphs.append(sum(node.op in ("call_function", "call_method") for node in graph.graph.nodes))
     return graph.forward
 
@@ -244,7 +244,7 @@ def test_a_compiled_step():
 )
 @on_ranks(2)
 def test_compiled_blocks(wrap, strategy):
-    """Compiled before sharding; hooks run around the graphs, and what a block computes is all in one of them."""
+    """Compiled before sharding; hooks run around the graphs, and all of a block's computation is in one of them."""
     start_compiling()
     (pair,) = check(net(), strategy, wrap=wrap, micro_batches=1, options={"bucket_bytes": 0})
     assert [unit.name for unit in engine_of(pair.model).units] == NAMES
@@ -271,11 +271,11 @@ def test_blocks_that_inductor_compiles(tmp_path):
             model[1] = torch.compile(model[1])
 
     start_compiling()
-    warnings.simplefilter("ignore", DeprecationWarning)  # inductor's imports, of what torch itself has deprecated
+    warnings.simplefilter("ignore", DeprecationWarning)  # inductor's, of functions that torch has deprecated
     # In this process; a header that is compiled ahead pays only for many kernels, as do vectors.
     config = {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
     with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(config):
-        # For these ranks alone: what an earlier session compiled would leave nothing to be tried.
+        # For these ranks alone: an earlier session's kernels would leave nothing to be tried.
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
         base = nn.Sequential(*(Small(4, 4) for _ in range(3))).double()
         check(base, "node=3", wrap=wrap, loss_of=mean_square, data_of=vectors(4), options={"units": [Small]})
@@ -286,7 +286,7 @@ def test_blocks_that_inductor_compiles(tmp_path):
 @pytest.mark.parametrize(("strategy", "compiled"), [("node=3", True), ("node=1", False)])
 @on_ranks(2)
 def test_wrappers_around_what_is_sharded(strategy, compiled):
-    """Units are found under them; state dicts have the names of what is wrapped, and take those of the wrapper too."""
+    """Units are found under them; state dicts have the names of the wrapped ones, and take those of the wrapper too."""
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))).double()
     inner: Any = copy.deepcopy(plain)

@@ -1,4 +1,4 @@
-"""Slices know their elements: functions of them give what plain tensors give, or are refused on all ranks alike."""
+"""Slices know their elements: functions of them give the values of plain tensors, or are refused on all ranks alike."""
 
 from __future__ import annotations
 
@@ -437,7 +437,7 @@ def test_a_rank_that_never_comes_is_named():
     group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cluster", "node"))
     model = zm.shard(net(), group, "node=3,cluster=1")
     model[0].weight.sum()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))  # after what all ranks come to
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))  # after calls that all ranks come to
     if dist.get_rank() == 1:
         time.sleep(3.0)
         return
@@ -518,7 +518,7 @@ def test_a_moving_average_of_state_dicts(strategy, foreach):
     for theirs, ours in zip(*(average.module.parameters() for average in averages[:2]), strict=True):
         close(ours, theirs)
     x = torch.ones(2, 7).double()
-    close(averages[1].module(x), averages[0].module(x))  # what was written is computed with
+    close(averages[1].module(x), averages[0].module(x))  # the new values are computed with
     if strategy != "node=0,cluster=0":
         with pytest.raises(OptimizerError, match=r"cannot be combined rank by rank.*zm\.copy_values"):
             averages[2].update(model)
@@ -635,7 +635,7 @@ def test_a_step_inside_of_a_step(options):
 
 
 class WholeStates(torch.optim.Optimizer):
-    """As torchao's have them: of the parameter's shape, whatever `zeros_like` makes."""
+    """As torchao's have them: of the parameter's shape, unlike those of `zeros_like`."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

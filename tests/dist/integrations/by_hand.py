@@ -4,7 +4,7 @@
 
 A cell is an integration, a model and a strategy, on four ranks: 20 steps of two micro-batches with clipping, in fp32,
 held against the library's own run in one process on the same samples, to 1e-6 in losses and norms of gradients. The run
-saves after the tenth step and goes on; then two ranks, under another strategy, go on from what it saved.
+saves after the tenth step and goes on; then two ranks, under another strategy, go on from there.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def fabric(directory: Path, kind: str, how: Any, resume: bool) -> Curve:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Integration:
     run: Callable[[Path, str, Any, bool], Curve]
-    """By directory, model, sharding (None: plain), and whether it goes on from what the directory has."""
+    """By directory, model, sharding (None: plain), and whether it goes on from the directory's checkpoint."""
     clip: float
     libraries: tuple[str, ...]
 

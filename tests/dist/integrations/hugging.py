@@ -61,7 +61,7 @@ def build(kind: str = "llama") -> Any:
         model = model.bfloat16()  # PEFT then has adapters of fp32
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # what PEFT asks of transformers, which has new names for it
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT's, of functions that transformers has under new names
         # A trained copy of bf16 would sum its gradients in that, in plain training.
         trained = ["lm_head"] if kind == "lora" else None
         return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=trained))

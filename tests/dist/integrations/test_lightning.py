@@ -49,7 +49,7 @@ def started() -> Iterator[None]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Lightning advises on loaders' workers and on hooks that it does not use, warns of directories that a resumed run
-    goes on in, and calls what torch deprecates."""
+    goes on in, and calls functions that torch deprecates."""
     from lightning.fabric.utilities.warnings import PossibleUserWarning
 
     with warnings.catch_warnings():
@@ -163,7 +163,7 @@ def make_trainer(directory: Path, strategy: Any = None, **options: Any) -> Any:
         use_distributed_sampler=False,
         logger=False,
         enable_progress_bar=False,
-        enable_model_summary=False,  # which warns of what is on the meta device
+        enable_model_summary=False,  # which warns of parameters on the meta device
         **own | options,
     )
 

@@ -116,7 +116,7 @@ def test_adapters_keep_what_they_have(strategy, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         model = peft.get_peft_model(base(tmp_path, whole=False), peft.LoraConfig(r=2, target_modules="all-linear"))
-    with torch.no_grad():  # as trained ones, of which no number is what an initialisation gives
+    with torch.no_grad():  # as trained ones, of which no number is an initialisation's
         before = {name: param.add_(1).clone() for name, param in model.named_parameters() if param.requires_grad}
     zm.shard(model, mesh_of(2), strategy)
     whole = zm.full_state_dict(model)
@@ -166,7 +166,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 @on_ranks(1)
 def test_adapters_made_of_the_base_s_values(tmp_path):
-    """Made anew, and loaded: those are written into what PEFT has copied from the base."""
+    """Made anew, and loaded: those are written into PEFT's copies from the base."""
     import peft
 
     build("tied").save_pretrained(tmp_path)

@@ -31,7 +31,7 @@ def example(steps: int, folder: Path) -> str:
         mock.patch.object(sys, "argv", arguments),
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
-        warnings.simplefilter("ignore")  # torchtitan's, and torch's of what it calls
+        warnings.simplefilter("ignore")  # torchtitan's, and torch's about its calls
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)

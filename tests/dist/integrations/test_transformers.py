@@ -194,7 +194,7 @@ def resumed(
     with launched():
         args = arguments(directory, **options)
         trainer = Trainer(model=build(kind), args=args, train_dataset=samples(), sharding=sharding(strategy, mesh))
-        with torch.no_grad():  # what is not loaded shows
+        with torch.no_grad():  # values that are not loaded show
             for parameter in trainer.model.parameters():
                 parameter.zero_() if parameter.requires_grad else None
             if other_base:
@@ -386,7 +386,7 @@ def test_adapters_that_are_computed_or_buffered_are_saved(tmp_path):
     rank, how = dist.get_rank(), sharding("node=3", {"node": 2}).on("cpu")
     for kind in ADAPTERS:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT's, of names and of what may be saved
+            warnings.simplefilter("ignore")  # PEFT's, of names and of weights that may be saved
             model = stepped(kind, slice(2 * rank, 2 * rank + 2), how)
             model.save_pretrained(tmp_path / "ours", is_main_process=rank == 0)
             if rank == 0:
@@ -437,7 +437,7 @@ def refuses(directory: str) -> None:
         with pytest.raises(InputError, match="fsdp cannot be used with sharding=: zeromesh shards the model itself"):
             make(fsdp=True)
         asking = arguments(directory)
-        asking.deepspeed_plugin = object()  # as deepspeed=, or what `accelerate config` wrote, leaves it
+        asking.deepspeed_plugin = object()  # as deepspeed=, or the file of `accelerate config`, leaves it
         with pytest.raises(InputError, match="deepspeed cannot be used with sharding=: zeromesh shards the model"):
             Trainer(build(), asking, train_dataset=samples(), sharding=how)
         with pytest.raises(InputError, match="bf16_full_eval cannot be used with sharding=: a sharded model cannot be"):

@@ -53,7 +53,7 @@ def words(count: int, seed: int) -> list[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """TRL and PEFT call what transformers and torch deprecate."""
+    """TRL and PEFT call functions that transformers and torch deprecate."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

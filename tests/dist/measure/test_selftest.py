@@ -1,4 +1,4 @@
-"""`zeromesh selftest`: one result file, whatever happens."""
+"""`zeromesh selftest`: one result file, in any event."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_what_a_rank_raised_is_in_the_file_with_what_was_found_before(tmp_path: 
     *before, last = result.checks
     assert [check.status for check in before] == ["ok"] * 2
     assert last.name == "parity, all 1 (node=1)" and last.status == "failed"
-    # The cause first, then what it did to the rank that reports it.
+    # The cause first, then its effect on the rank that reports it.
     assert last.detail.startswith("rank 1: ValueError: a cosmic ray; rank 0: "), last
     assert result.environment["backend"] == "gloo" and result.raw == {"probe": None, "steps": {}}
     # All processes may end at once, so each check is noted before it begins.

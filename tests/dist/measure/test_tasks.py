@@ -62,7 +62,7 @@ def test_levels_are_found_alike_on_all_ranks():
     found = find("aabb")
     assert found.mesh == {"cluster": 2, "node": 2} and list(found.mesh) == ["cluster", "node"]
     assert found.sources["node"] == "hosts of the ranks"
-    measured = find("abcd")  # all pairs are of one machine, whatever it has to do: no level, or one that divides them
+    measured = find("abcd")  # all pairs are of one machine, busy or not: no level, or one that divides them
     assert list(measured.mesh.items()) in ([("cluster", 4)], [("cluster", 2), ("switch", 2)])
     told = [None] * 4
     dist.all_gather_object(told, measured)
@@ -78,7 +78,7 @@ def test_measured_steps_send_what_the_simulator_says():
     training.timed(2)
     found = json.loads(json.dumps(measure_round(training, steps=2, recorded=2)))
     assert len(found["step_s"]) == len(found["exposed_s"]) == len(found["traces"]) == 2
-    cluster = from_raw(raw(), {"cluster": 2, "node": 2}, "made up").cluster  # what is sent depends on no rate
+    cluster = from_raw(raw(), {"cluster": 2, "node": 2}, "made up").cluster  # sent bytes depend on no rate
     simulated = planned(strategy, cluster, BATCH, record=True)
     assert found["sent_bytes"] == {axis.axis: axis.bytes_sent_per_device for axis in simulated.axes}
     for line in compare(simulated.trace, from_json(found["traces"][0])):

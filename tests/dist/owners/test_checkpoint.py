@@ -107,7 +107,7 @@ def test_plain_torch_goes_on(pool: Pool, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state: dict[str, Any] = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
-        some = StateDictOptions(strict=False)  # what had no gradient has no states
+        some = StateDictOptions(strict=False)  # parameters without gradients have no states
         for name in ("blocks.0.unused.weight", "blocks.0.unused.bias"):
             state["optim"]["state"].pop(name, None)
         for group in state["optim"]["param_groups"]:

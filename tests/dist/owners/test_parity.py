@@ -151,7 +151,7 @@ def many() -> Many:
 
 
 def all_kinds(model: nn.Module, make: Callable[..., optim.Optimizer]) -> dict[str, optim.Optimizer]:
-    """Every optimizer on tensors of its own, AdamW on slices for what Muon leaves."""
+    """Every optimizer on tensors of its own, AdamW on slices for those that Muon leaves."""
     params = dict(model.named_parameters())
 
     def of(*names: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Optimizers on whole tensors as users use them: what they may do, what is counted, what is refused."""
+"""Optimizers on whole tensors as users use them: methods, bytes and refusals."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def elements_that_move(model: nn.Module, optimizer: Any) -> Counter[str]:
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=0,cluster=1", "node=0,cluster=0"])
 @on_ranks(4)
 def test_bytes_by_axis_are_predicted(strategy):
-    """Exactly on each rank; over all ranks what lies elsewhere than its owner, twice 8 bytes: gradients there, values
-    back. In the first step, and after others have changed values, these there too."""
+    """Exactly on each rank; over all ranks twice 8 bytes for an element elsewhere than its owner: gradients there,
+    values back. In the first step, and after others have changed values, these there too."""
     model = shard(net(), (2, 2), strategy)
     trained = [param for name, param in model.named_parameters() if param.requires_grad and "unused" not in name]
     before = zm.traffic_report(model, micro_batches=MICRO_BATCHES).lines()
@@ -65,7 +65,7 @@ def test_bytes_by_axis_are_predicted(strategy):
                     param.mul_(0.5)
         if step == 4:
             model.load_state_dict(model.state_dict())
-        engine.at_rest(follow=True)  # what either brings up to date before the next forward is not counted
+        engine.at_rest(follow=True)  # parameters that either brings up to date before the next forward are not counted
         with zm.traffic_report(model, micro_batches=MICRO_BATCHES) as traffic:
             backward(model, step)
             optimizer.step()
@@ -141,8 +141,8 @@ def test_an_optimizer_that_is_skipped_keeps_no_unit_waiting():
 
 @on_ranks(4)
 def test_memory_is_predicted():
-    """Before any step, and what is there after one: states of what this rank owns, and values of what it owns and does
-    not hold whole; inside a step, what is on its way."""
+    """Before any step, and after one: states of tensors that this rank owns, and values of those that it owns and does
+    not hold whole; inside a step, messages on their way."""
     model = shard(net(), (2, 2), "node=3,cluster=1")
     trained = [param for name, param in model.named_parameters() if param.requires_grad and "unused" not in name]
     for kind, shapes in ((SOAP, True), (optim.AdamW, False), (optim.Adafactor, True)):
@@ -211,7 +211,7 @@ def test_schedulers_hooks_groups_closures_and_a_trace():
 
 @on_ranks(4)
 def test_changes_by_hand_and_skipped_tensors_are_seen():
-    """The owner steps on values of now, also where somebody else has changed them; what has no gradient rests."""
+    """The owner steps on values of now, also where somebody else has changed them; tensors without gradients rest."""
     plain, model = net(), shard(net(), (4,), "node=3")
     optimizers = [LAMB(groups_of(plain, matrices=False)), zm.by_owner(LAMB, groups_of(model, matrices=False))]
     for step in range(3):
@@ -390,7 +390,7 @@ def test_states_of_unknown_subclasses_are_refused_at_the_first_step(owned):
 
 @on_ranks(4)
 def test_quantised_states_and_a_learning_rate_that_is_a_tensor():
-    """As torchao's: whole tensors give the numbers of one process, whatever the layout; slices are refused."""
+    """As torchao's: whole tensors give the numbers of one process, in any layout; slices are refused."""
     model, plain = shard(net(), (2, 2), "node=3,cluster=1"), net()
     params = [param for name, param in model.named_parameters() if param.requires_grad and "unused" not in name]
     optimizer, theirs = zm.by_owner(EightBits, params, bucket_bytes=400), EightBits(plain.parameters())

@@ -55,7 +55,7 @@ def build(kind: str) -> Any:
     built = model(config(**sizes)).double()
     if kind in MIXTURES:
         built.set_experts_implementation("eager")  # torch's grouped products have no fp64
-    for param in built.parameters():  # far from zero, where AdamW would magnify what sums in another order round
+    for param in built.parameters():  # far from zero, where AdamW would magnify rounding of sums in another order
         nn.init.normal_(param, mean=0.5 if param.dim() < 2 else 0.0, std=0.3)
     return built
 

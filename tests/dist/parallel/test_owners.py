@@ -39,7 +39,7 @@ Make = Callable[..., optim.Optimizer]
 
 
 def optimizers_of(model: nn.Module, make: Make) -> list[optim.Optimizer]:
-    """Muon on the matrices of blocks, LAMB on what else is divided or not, AdamW on the rest, all of them by `make`."""
+    """Muon on the matrices of blocks, LAMB on others, divided or not, AdamW on their vectors, all of them by `make`."""
     named = dict(model.named_parameters())
     matrices = [param for name, param in named.items() if "blocks" in name and param.ndim == 2]
     norms = [param for name, param in named.items() if "blocks" in name and param.ndim < 2]
@@ -113,7 +113,7 @@ def test_numbers_of_one_process(strategy, plan):
     counts = Counter(chain(*gathered([param.full_name for optimizer in run.ours for param in WHOLE[optimizer]])))
     layout = engine_of(run.pair.model).schedule.layout
     replicas = layout.degree(layout.replica_axes)
-    for param in params_of(run.pair.model):  # what is divided has one owner over all of tp, what is not one in each
+    for param in params_of(run.pair.model):  # divided ones have one owner over all of tp, others one in each
         assert counts[param.full_name] == replicas * (2 if param.region.is_whole else 1), param.full_name
 
 
@@ -136,7 +136,7 @@ def elements_that_move(model: nn.Module, optimizer: optim.Optimizer, tp: int) ->
 
 @on_ranks(4)
 def test_bytes_and_memory_are_predicted():
-    """Exactly on each rank; over all ranks what lies elsewhere than its owner, 8 bytes there and back."""
+    """Exactly on each rank; over all ranks 8 bytes for an element elsewhere than its owner, there and back."""
     model = sharded("node=1", "tensor", mesh_of(2))
     before = {line.axis: line.predicted_bytes for line in zm.traffic_report(model, micro_batches=MICRO_BATCHES).lines()}
     params = [param for param in model.parameters() if param.ndim == 2]
@@ -164,7 +164,7 @@ def test_bytes_and_memory_are_predicted():
 
 @on_ranks(4)
 def test_resumes_under_another_degree(tmp_path):
-    """Under degrees 1 and 4 what was saved under 2; and, by `state_dict`, states of what a rank owns."""
+    """Under degrees 1 and 4 a checkpoint of 2; and, by `state_dict`, states of tensors that a rank owns."""
     path, run = shared_path(tmp_path), both("node=3", "blocks", mesh_of(2))
     run.train("blocks", range(2))
     with zm.Checkpoints(path, run.pair.model, run.ours) as checkpoints:
@@ -188,7 +188,7 @@ def test_resumes_under_another_degree(tmp_path):
 
 
 def of_experts(model: nn.Module, make: Make, ours: dict[str, Any]) -> list[optim.Optimizer]:
-    """One on each matrix of most experts' weights, one on whole weights of the others, one for what is no expert's."""
+    """One on each matrix of most experts' weights, one on whole weights of the others, one for all else."""
     named = dict(model.named_parameters())
     experts = {name: param for name, param in named.items() if ".experts." in name}
     single = [param for name, param in experts.items() if not name.endswith("down")]
@@ -200,7 +200,7 @@ def of_experts(model: nn.Module, make: Make, ours: dict[str, Any]) -> list[optim
 
 
 def train_experts(model: nn.Module, plain: nn.Module, steps: int) -> list[Any]:
-    """Both, with the same optimizers; what is compared is this rank's."""
+    """Both, with the same optimizers; this rank's parts are compared."""
     ours = of_experts(model, by_owner, {"dims": 2, "batched": True}), of_experts(plain, plainly, {})
     for step in range(steps):
         for micro in range(MICRO_BATCHES):

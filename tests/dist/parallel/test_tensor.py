@@ -1,4 +1,4 @@
-"""Tensor parallelism beside a strategy trains as one process does, and what would make it not do so is found."""
+"""Tensor parallelism beside a strategy trains as one process does, and faults that would change that are found."""
 
 from __future__ import annotations
 

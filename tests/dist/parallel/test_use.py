@@ -1,4 +1,4 @@
-"""Tensor parallelism beside what else there is: beginnings, norms, skipped steps, reports; and what cannot be."""
+"""Tensor parallelism beside other features: beginnings, norms, skipped steps, reports; and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zm.shard(..., "auto")` plans for what it runs: its options' dtypes, else the model's own."""
+"""`zm.shard(..., "auto")` plans for its own run: its options' dtypes, else the model's own."""
 
 from __future__ import annotations
 

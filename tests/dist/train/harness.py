@@ -1,4 +1,4 @@
-"""One rank's run of the training loop on a small model, and what it did."""
+"""One rank's run of the training loop on a small model, and its outcome."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Outcome:
         samples: by step that was run, the samples of this rank.
         params: the rank's slices at the end, optimizer states after them.
         at_start, at_end: the whole parameters before the first step and after the last, on rank 0.
-        counts: of what was not finite.
+        counts: of steps that were not finite.
         strategy: that it ran under.
     """
 

@@ -1,4 +1,4 @@
-"""The training loop on several ranks: the mesh and the strategy decide where things lie, never what is learnt."""
+"""The training loop on several ranks: the mesh and the strategy decide where things lie, and nothing of the result."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_ranks_skip_the_same_layers() -> None:
 
 
 def starting(config: TrainConfig) -> tuple[str, int]:
-    """On a rank: where the model lies that is sharded, and what randomness is seeded with in the end."""
+    """On a rank: where the model lies that is sharded, and the seed of randomness in the end."""
     homes: set[str] = set()
 
     def watched(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:

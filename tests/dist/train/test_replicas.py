@@ -22,11 +22,11 @@ from zeromesh.observe.replicas import CHUNK, digest
 
 MESH = ("cluster", "node")
 Flip = tuple[int, str, int]
-"""Rank, what, and which element: its lowest bit is flipped."""
+"""Rank, name, and which element: its lowest bit is flipped."""
 
 
 def run(strategy: str, flips: list[Flip], dtype: torch.dtype = torch.float32) -> str:
-    """Two steps on 2 x 2 ranks, the flips, and what the check says."""
+    """Two steps on 2 x 2 ranks, the flips, and the check's message."""
     mesh = kept(init_device_mesh, "cpu", (2, 2), mesh_dim_names=MESH)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
@@ -94,7 +94,7 @@ def test_several_differences_are_counted(pool: Pool) -> None:
 
 def pending(shape: tuple[int, ...], strategy: str, flips: list[Flip]) -> str:
     """Two optimizers step in turn, then masters are changed in place: copies that follow later are no differences, no
-    traffic of the next step, and no events of it. Then the flips, and what the check says."""
+    traffic of the next step, and no events of it. Then the flips, and the check's message."""
     mesh = kept(init_device_mesh, "cpu", shape, mesh_dim_names=("pod", "cluster", "node")[-len(shape) :])
     torch.manual_seed(0)
     model = zm.shard(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), mesh, strategy)

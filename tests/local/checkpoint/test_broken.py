@@ -53,7 +53,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, zm.Checkpoints]]:
-    """A checkpoint that the examples break and mend, and what loads it."""
+    """A checkpoint that the examples break and mend, and its loader."""
     root = tmp_path_factory.mktemp("broken")
     model, optimizer = make()
     with zm.Checkpoints(root / "checkpoints", model, optimizer) as checkpoints:
@@ -72,7 +72,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seen(directory: Path) -> dict[str, str]:
-    """Everything below a directory, without following links or opening pipes or what is very long."""
+    """Everything below a directory, without following links or opening pipes or very long files."""
     found = {}
     for path in sorted(directory.rglob("*")):
         status = path.lstat()
@@ -238,7 +238,7 @@ FIRST_LINE = "its first line is not that of a zeromesh-checkpoint"
 STATE = "optim.state.head.bias.exp_avg"
 
 KINDS: dict[str, tuple[str, Breaks, str]] = {
-    # name: (file that the error must name, what breaks it, reason that the error must give)
+    # name: (file that the error must name, function that breaks it, reason that the error must give)
     "data removed": (DATA, replace(DATA), "No such file"),
     "data empty": (DATA, rewrite(DATA, lambda data: b""), "is too short"),
     "data cut": (DATA, rewrite(DATA, lambda data: data[:-1]), "is too short"),
@@ -377,7 +377,7 @@ def test_file_and_reason_are_named(whole: tuple[Path, zm.Checkpoints], theirs: P
 
 
 def test_what_is_whole_loads(whole: tuple[Path, zm.Checkpoints], theirs: Path) -> None:
-    """So that the others are refused for what they are."""
+    """So that the others are refused for their damage."""
     assert [load_or_refuse(whole[1], path) for path in (whole[0], theirs)] == ["", ""]
 
 
@@ -396,7 +396,7 @@ def paths_in(value: Any) -> list[tuple[Any, ...]]:
 @settings(max_examples=150)
 @given(st.data())
 def test_any_wrong_value_in_a_manifest(whole: tuple[Path, zm.Checkpoints], data: st.DataObject) -> None:
-    """With the right checksum, so that what is wrong is found by what it is."""
+    """With the right checksum, so that a wrong value is found by itself."""
     path, checkpoints = whole
     good = (path / MANIFEST).read_bytes()
     head, body = manifest(path)

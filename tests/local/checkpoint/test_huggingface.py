@@ -1,4 +1,4 @@
-"""`from_pretrained` loads what a sharded model exports, tied weights included, and the way back."""
+"""`from_pretrained` loads a sharded model's export, tied weights included, and the way back."""
 
 from __future__ import annotations
 

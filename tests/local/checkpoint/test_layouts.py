@@ -1,6 +1,6 @@
 """Any layout's shards load under any other: all ranks of both sides in this process, chosen by hypothesis.
 
-What ranks exchange is left out here; tests/dist/checkpoint/test_reshard.py has it, for fewer pairs.
+Messages of ranks are left out here; tests/dist/checkpoint/test_reshard.py has them, for fewer pairs.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_any_pair(
 
 
 def test_ranks_of_a_layout_write_as_much_as_each_other() -> None:
-    """No rank writes more than its share, whatever is replicated."""
+    """No rank writes more than its share, also of replicas."""
     for layout in LAYOUTS:
         sizes = []
         for rank in range(layout.world):

@@ -135,7 +135,7 @@ STATES |= {"history": torch.ones(2, 2, dtype=torch.bfloat16)}
 
 
 class Scaled(nn.Module):
-    """Keeps what is neither parameter nor buffer, as TransformerEngine's modules do; has its parameter last."""
+    """Keeps state that is neither parameter nor buffer, as TransformerEngine's modules do; has its parameter last."""
 
     def __init__(self, extra: Any = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Slices of boxes of a tensor: what they are of the whole, copied from any to any; files that hold them cover it."""
+"""Slices of boxes of a tensor: their place in the whole, copied from any to any; files that hold them cover it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving and loading in one process: what is visible when, what is kept, and what faults of the disk lead to."""
+"""Saving and loading in one process: files in sight at each moment, files that stay, and faults of the disk."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_newest_comes_back_and_old_ones_go(tmp_path: Path, remote: bool) -> None
     loaded, found = load(root)
     assert loaded is not None and loaded.step == 5 and loaded.state == {"user": {"a": 1}}
     require_step(found, 5)
-    save(root, 4)  # a run that went back: newest is what was made last, beside the older one of that name
+    save(root, 4)  # a run that went back: newest is the one made last, beside the older one of that name
     loaded, found = load(root)
     assert loaded is not None and loaded.where.endswith("step-00000004.1")
 

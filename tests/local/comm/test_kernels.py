@@ -110,4 +110,4 @@ def test_a_device_s_messages_fill_the_workspace(monkeypatch):
             _Wire.cut(form, other, room, None, directions=2)
             for room in (workspace, torch.empty_like(workspace, device="cpu"))
         )
-        assert kept.numel == on_host.numel <= Messages.longest  # what was brought to the host is kept as it was there
+        assert kept.numel == on_host.numel <= Messages.longest  # messages are kept as on the host

@@ -1,4 +1,4 @@
-"""Which machine each rank is on, and what a mesh must make of it."""
+"""Which machine each rank is on, and meshes that fit it."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""Quantised messages: size, error, bias, error feedback, what does not fit."""
+"""Quantised messages: size, error, bias, error feedback, lengths that do not fit."""
 
 from __future__ import annotations
 

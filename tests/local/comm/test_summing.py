@@ -1,4 +1,4 @@
-"""Sums of what ranks sent: in their order, on devices too, and there a launch a term."""
+"""Sums of messages of ranks: in their order, on devices too, and there a launch a term."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUMEL, TERMS = 200, 5
 
 
 class Elsewhere(torch.Tensor):
-    """Host memory that says it is on a device, and notes what is done there."""
+    """Host memory that says it is on a device, and notes all work there."""
 
     done: list[str] = []  # noqa: RUF012  # of one test at a time
 

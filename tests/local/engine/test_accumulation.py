@@ -75,7 +75,7 @@ def backward(model: nn.Module, calls: Calls, how: str, factor: float, seed: int)
 
 @pytest.mark.filterwarnings("ignore:Using backward")  # with create_graph=True, on purpose
 @settings(max_examples=40)
-@example(  # what a call without parameters leaves on the leaves, when the step is given up
+@example(  # gradients that a call without parameters leaves on the leaves, when the step is given up
     steps=[
         ([(((0, ("scale",), False),), ""), (((0, (), False),), "")], "given up"),
         ([(((0, ("scale",), False),), ""), (((0, ("shift",), False),), "")], ""),

@@ -1,6 +1,6 @@
 """Launches of the host for a unit off gloo: on each axis and in each direction at most ten kernels and collectives,
-whatever the strategy and the number of ranks. Chains of the engine run on one process; what they would give a backend
-and a device is counted, and nothing is sent."""
+for any strategy and number of ranks. Chains of the engine run on one process; their work for a backend and a device is
+counted, and nothing is sent."""
 
 from __future__ import annotations
 

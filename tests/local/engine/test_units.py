@@ -141,7 +141,7 @@ class Lookup(nn.Module):
 
 
 class Accessors(Lookup):
-    """As Hugging Face models say what their embedding and head are: here a list of heads, which has no forward."""
+    """As Hugging Face models name their embedding and head: here a list of heads, which has no forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which rank is missing, by what the others say. The ranks here share a process and a store in memory."""
+"""Which rank is missing, by the word of the others. The ranks here share a process and a store in memory."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def configs() -> dict[str, Any]:
     }
 
 
-# Relative, of the bytes that all units save. What is left over: rotary and ALiBi tables, the loss's scalar, and for the
+# Relative, of the bytes that all units save. Left over: rotary and ALiBi tables, the loss's scalar, and for the
 # routed experts the router's small tensors. torch's CPU dropout keeps its mask in the compute dtype, an accelerator's
 # in one byte, as the config's reader has it.
 TOLERANCE = {"gpt2 dropout": 0.05, "mixtral": 0.01}
@@ -59,7 +59,7 @@ def described_by(units: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", [name for name in configs() if name != "llama"])
 def test_module_and_config_agree(name: str) -> None:
-    """The peak is where the loss's two fp32 gradients meet what all units saved, or in the first block's backward."""
+    """The peak is where the loss's two fp32 gradients meet all saved tensors, or in the first block's backward."""
     config = from_config(configs()[name].to_dict(), name=name)
     module = from_module(described(name), seq_len=SEQ_LEN)
     assert described_by(config.units) == described_by(module.units)
@@ -118,13 +118,13 @@ def test_any_module_is_cut_and_counted() -> None:
     assert frozen.num_params - frozen.num_trainable == sum(p.numel() for p in module.layers.parameters())
     convolution, head = 2 * 3 * 32 * 32, 2 * 32 * 100
     assert [unit.forward_flops(97) for unit in model.units] == pytest.approx([0, convolution, head])
-    # A backward is what runs of it.
+    # A backward counts the part that runs.
     module, seq_len = Partly(), 31
     found = from_module(module, seq_len=seq_len, dtype="fp32")
     assert planned_flops(found, seq_len) == pytest.approx(real_flops(module, seq_len), rel=1e-6)
     blocks = (unit for unit in found.units if unit.kind is UnitKind.BLOCK)
     shares = [[product.returned for product in block.matmuls] for block in blocks]
-    assert shares == [[0.0, 0.5], [0.0, 1.0]]  # what the first sees with gradients was made without
+    assert shares == [[0.0, 0.5], [0.0, 1.0]]  # the first has inputs with gradients that were made without
 
 
 class Mirrored(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Values beside fake tensors: what is known is right, and what is not known is not guessed."""
+"""Values beside fake tensors: known ones are right, and others are not guessed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_values_that_are_known() -> None:
                 weight.argmin().item()
             assert not beside.values.assumed
             mask.copy_(weight[:, 0] > 0)
-            assert not part.all().item()  # written to, with what is not known: a yes or no is a no, and noted
+            assert not part.all().item()  # written to, with unknown values: a yes or no is a no, and noted
             assert len(beside.values.assumed) == 1
 
     # Choices spread evenly and chances are means.

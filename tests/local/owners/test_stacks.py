@@ -13,7 +13,7 @@ from zeromesh.errors import OptimizerError
 from zeromesh.owners.stacks import Stacking, require_stackable, step_on_stacks
 
 SHAPES = [*[(8, 24)] * 5, (24, 8), (6, 6), (24, 8), (24, 8), (2, 8, 24)]
-"""Enough of one shape that some are in one stack, whatever is left out."""
+"""Enough of one shape that some are in one stack, whichever is left out."""
 STEPS = 3
 
 
@@ -56,7 +56,7 @@ def relative(one: Tensor, other: Tensor) -> float:
 
 
 def test_muon_in_a_stack_is_as_exact_as_alone() -> None:
-    """Its iteration is in bf16. Kernels for stacks may round in another order, so what is held to is that neither is
+    """Its iteration is in bf16. Kernels for stacks may round in another order, so the test is that neither is
     nearer to fp64; products taken apart, as torch.vmap does it alone, are twice as far."""
     grads = torch.randn(4, 32, 96, generator=torch.Generator().manual_seed(2))
     found = []

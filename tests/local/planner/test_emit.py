@@ -2,7 +2,7 @@
 that records and against the package's own signatures.
 
 Megatron-FSDP itself needs CUDA from its constructor on (torch.cuda.current_device), so no step of it is run here.
-docs/planning.md says what was seen of its steps.
+docs/planning.md reports on its steps.
 """
 
 from __future__ import annotations

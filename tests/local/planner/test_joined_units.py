@@ -1,4 +1,4 @@
-"""The planner's units are the engine's, joined ones too: what follows from units is one schedule."""
+"""The planner's units are the engine's, joined ones too: one schedule follows from both."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_parameters_that_are_alike_once_sharded_are_one_buffer() -> None:
 
 
 class Quantised(nn.Module):
-    """Blocks of frozen codes, as bitsandbytes has them, and of what is trained beside them."""
+    """Blocks of frozen codes, as bitsandbytes has them, and of parameters that train beside them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ def test_another_torch_builds_another_device_or_is_named(tmp_path: Path, monkeyp
     here = build._directory()
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     assert build._directory() != here and build._directory().parent == here.parent
-    # Also where it is what an extension's build says that is wrong: its words follow.
+    # Also where an extension's build is at fault: its words follow.
     calls: list[str] = []
 
     def fails(**options: object) -> None:

@@ -1,4 +1,4 @@
-"""Seconds and bytes of kernels, against what is worked out by hand."""
+"""Seconds and bytes of kernels, against figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_seconds_of_other_kernels_and_collectives(hardware: Hardware) -> None:
     assert moved_bytes(None, (x, x), None) == 2 * size  # a copy
     added = hardware.kernels.seconds(aten.add.Tensor, (x, x, 1), x, backward=False)
     assert added == hardware.kernels.compute.memory(3 * size)
-    # Collectives take what plans take.
+    # Collectives take as long as in plans.
     from zeromesh.strategy import Layout
 
     node, cluster = Layout.of("node=3,cluster=1", hardware.cluster.axes).axes

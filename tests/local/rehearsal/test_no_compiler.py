@@ -1,4 +1,4 @@
-"""Where the virtual device cannot be compiled, the command says what is needed, once."""
+"""Where the virtual device cannot be compiled, the command names the missing compiler, once."""
 
 from __future__ import annotations
 

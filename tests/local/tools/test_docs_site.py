@@ -1,4 +1,4 @@
-"""The documentation as a site: every page opens in a browser, whole; pictures are what the layouts are."""
+"""The documentation as a site: every page opens in a browser, whole; pictures are those of the layouts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_pictures_are_drawn_from_the_layouts() -> None:
 
 @contextmanager
 def served(directory: Path) -> Iterator[tuple[str, queue.Queue[dict[str, Any]]]]:
-    """The address of a server of the directory, and what is posted to it."""
+    """The address of a server of the directory, and the posts to it."""
     posted: queue.Queue[dict[str, Any]] = queue.Queue()
 
     class Handler(http.server.SimpleHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""A process group of one rank, for what is collective."""
+"""A process group of one rank, for collective functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens as rows; what rank 0 cannot read is an error of the user's."""
+"""Tokens as rows; a file that rank 0 cannot read is an error of the user's."""
 
 from __future__ import annotations
 

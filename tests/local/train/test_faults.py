@@ -104,4 +104,4 @@ def test_torchruns_sigterm_saves(directory: Path) -> None:
     """Started again, its processes meet in the store of before: `tests/local/launch/test_meeting.py`."""
     code, _, errors = train(directory, ["preempt 0 0 3"], launcher=TORCHRUN)
     assert [path.name for path in (directory / "out/checkpoints").glob("step-*")].count("step-00000003") == 1, errors
-    assert code == 1, errors  # torchrun's own, whatever its processes end with
+    assert code == 1, errors  # torchrun's own, not its processes'

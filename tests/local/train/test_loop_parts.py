@@ -16,7 +16,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Rows:
-    """A batch that notes what is done to it."""
+    """A batch that notes calls of its methods."""
 
     def __init__(self) -> None:
         self.done: list[object] = []

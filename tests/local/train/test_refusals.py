@@ -1,4 +1,4 @@
-"""Whatever is wrong with configuration or environment: one message, exit code 2, and nothing changed on disk.
+"""For all that may be wrong with configuration or environment: one message, exit code 2, and nothing changed on disk.
 
 All in this process: the command's `main` is called as the console script calls it.
 """

@@ -1,4 +1,4 @@
-"""One rank of a gloo all-reduce over the whole world, under torchrun's environment. Prints what it got.
+"""One rank of a gloo all-reduce over the whole world, under torchrun's environment. Prints its result.
 
 all_reduce.py NUM_ELEMENTS
 """

@@ -1,4 +1,4 @@
-"""One end of a flow of bytes. The sender prints when it started, the receiver what it got and when it had all of it.
+"""One end of a flow of bytes. The sender prints when it started, the receiver its bytes and when it had all of them.
 
 One machine has one monotonic clock, so the two times can be compared; a late reader can only make a link look slower.
 

@@ -1,4 +1,4 @@
-"""Rows and choices of cells of known content: what is measured here is made up; and the matrix of cells."""
+"""Rows and choices of cells of known content: measurements here are made up; and the matrix of cells."""
 
 import json
 from typing import Any
@@ -53,7 +53,7 @@ def test_the_simulator_is_fed_by_the_probe_alone():
 
 
 def test_bytes_and_rounds_of_a_row():
-    """Out of a node go what its two ranks send over the cluster axis; counted bytes are set beside them."""
+    """Out of a node go the bytes that its two ranks send over the cluster axis; counted bytes are set beside them."""
     (cell,) = make_cells([TREE], ["node=0,cluster=0"], [BATCH])
     (row,) = rows_of({cell: [0.1]}, link_bytes=[3.0])
     assert row.predicted_link_bytes == (2 * row.predicted_bytes["cluster"],)

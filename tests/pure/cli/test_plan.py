@@ -1,4 +1,4 @@
-"""`zeromesh plan` and `zeromesh simulate`: their contract, their files, and what they say of wrong input."""
+"""`zeromesh plan` and `zeromesh simulate`: their contract, their files, and their messages for wrong input."""
 
 from __future__ import annotations
 

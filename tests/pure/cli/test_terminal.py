@@ -105,6 +105,6 @@ def test_progress_is_shown_in_a_terminal_alone() -> None:
     text = "".join(lines)
     shown = re.findall(r"searching layouts: [\d,]+ simulated, at most [\d.]+% from the fastest, \d+ s", text)
     assert code == 0 and len(shown) > 1
-    assert text.endswith("}")  # what was shown is overwritten
+    assert text.endswith("}")  # the bar is overwritten
     piped = subprocess.run([sys.executable, "-c", PROGRESS, *arguments], capture_output=True, text=True, check=True)
     assert piped.stderr == "" and piped.stdout.startswith("{")

@@ -116,7 +116,7 @@ def test_clusters_and_models(answer: Answer, tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_configurations_and_overrides(tmp_path: Path, seed: int) -> None:
-    """Loading starts no run; what it lets through is numbered so that a run can be tried."""
+    """Loading starts no run; files that it lets through are numbered so that a run can be tried."""
     draw, file = random.Random(seed), tmp_path / "run.toml"
     for _ in range(60):
         file.write_bytes(mutated(draw, RUN, " = "))

@@ -231,7 +231,7 @@ def test_optional_keys_and_odd_text_are_read_back():
 
 
 def require_same(one: object, other: object) -> None:
-    """Equal to five digits, which is what a file keeps."""
+    """Equal to the five digits of a file."""
     got, expected = flat(one), flat(other)
     assert got.keys() == expected.keys()
     for key, value in expected.items():

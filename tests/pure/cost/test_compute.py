@@ -126,7 +126,7 @@ def test_a_device_without_memory_bandwidth_has_the_usual_one():
 
 
 def test_what_was_measured_at_the_models_shapes_is_believed():
-    """A block's products at measured shapes take what was measured, forward and backward, in the dtype measured."""
+    """A block's products at measured shapes take the measured times, forward and backward, in the dtype measured."""
     device = Device(
         name="cpu",
         memory_bytes=1e12,

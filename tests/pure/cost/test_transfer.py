@@ -1,4 +1,4 @@
-"""Seconds of a schedule's transfers, and what collectives take of a device meanwhile."""
+"""Seconds of a schedule's transfers, and the part of a device that collectives take meanwhile."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -99,7 +99,7 @@ def taken(cluster: Cluster, *names: str) -> float:
 
 
 def test_what_collectives_take_of_a_device():
-    """Inside a node what was measured on an A100; a rank alone in its node drives one card, a whole node all of them,
+    """Inside a node as much as measured on an A100; a rank alone in its node drives one card, a whole node all of them,
     and a ring over many cards takes no more than one inside the node. A larger device is slowed less."""
     assert slowdown(taken(A800, "node")) == pytest.approx(1.1256, abs=1e-4)
     assert slowdown(5.0) == pytest.approx(10.0)  # something is always left to compute with

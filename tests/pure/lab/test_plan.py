@@ -1,4 +1,4 @@
-"""The plan is checked by carrying frames through it; what is counted on its links, and what its ranks are told."""
+"""The plan is checked by carrying frames through it; counts on its links, and messages to its ranks."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Presets against what their authors published, to the last digit; and the reader of config.json."""
+"""Presets against figures that their authors published, to the last digit; and the reader of config.json."""
 
 from __future__ import annotations
 

@@ -231,8 +231,8 @@ def test_every_part_comes_to_its_owner(case: tuple[Layout, list[Placement], list
 
 @given(cases())
 def test_bytes_are_what_lies_elsewhere_than_the_owner(case: tuple[Layout, list[Placement], list[float]]) -> None:
-    """Over each axis all ranks of a copy send together what has another index on it than its owner: there the gradient,
-    and anew the value; back the value."""
+    """Over each axis all ranks of a copy send together the elements with another index on it than their owner: there
+    the gradient, and anew the value; back the value."""
     layout, tensors, costs = case
     owners = choose_owners(layout, tensors, costs)
     parts = passage(layout, tensors, owners.rank_of)

@@ -44,7 +44,7 @@ MODELS = {
 }
 OURS = find_engine("zeromesh")
 BARE = replace(OURS, workspace=False)
-"""Bounds of memory leave the collectives' workspace out, which is larger here than what they could be off by."""
+"""Bounds of memory leave the collectives' workspace out, which is larger here than their slack."""
 WIDE, SMALL_16 = MODELS["wide"], small_cluster(4, 4)
 
 
@@ -116,7 +116,7 @@ OF_KERNELS = replace(SMALL_16.device, achievable_flops={"bf16": 10e12}, kernels=
 @pytest.mark.parametrize(
     ("model", "cluster", "workload"),
     [
-        # On a device that is slower in bf16, which is what it would choose by itself: a processor, as a rule.
+        # On a device that is slower in bf16, which it would choose by itself: a processor, as a rule.
         (MODELS["small"], SLOW_IN_BF16, of_16(param_dtype="fp32")),
         (MODELS["small"], SLOW_IN_BF16, of_16(master_dtype="bf16")),
         # Whose products are faster at their shapes than its rate says, which was measured at another.
@@ -161,7 +161,7 @@ def test_bounds_of_memory_hold_for_every_engine(engine: str) -> None:
 
 
 def test_bounds_are_tight_for_good_layouts() -> None:
-    """Within 4 % for well-known layouts on a real cluster; what is left is the pipeline filling and draining."""
+    """Within 4 % for well-known layouts on a real cluster; the rest is the pipeline filling and draining."""
     cluster = find_cluster("a800-8x-hdr").take(64)
     workload = Workload(seq_len=4096, global_batch_tokens=4096 * 64 * 4)
     bounds = Bounds(preset("llama-13b"), cluster, workload, default_constants())

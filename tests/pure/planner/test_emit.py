@@ -1,4 +1,4 @@
-"""Configurations of other engines: what they say, and what each engine cannot express."""
+"""Configurations of other engines: their contents, and strategies that an engine cannot express."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_what_a_run_has_written_is_read(tmp_path: Path):
     assert read_run(str(tmp_path / "trainer_state.json"), 1000).step_s == 4.0
     state["log_history"][1]["train_runtime"] = 41.0
     (tmp_path / "trainer_state.json").write_text(json.dumps(state | {"max_steps": 10}))
-    assert read_run(str(tmp_path / "trainer_state.json"), 1000).step_s == 4.1  # and not what that rounds to
+    assert read_run(str(tmp_path / "trainer_state.json"), 1000).step_s == 4.1  # and not a rounded one
     (tmp_path / "trainer_state.json").write_text('{"log_history": [{"loss": 1.0}]}')
     for name, text in (("odd", '{"log_history": [3, {"train_steps_per_second": "fast"}]}'), ("none", "[1]")):
         (tmp_path / f"{name}.json").write_text(text)

@@ -62,7 +62,7 @@ def test_a_search_of_all_degrees_finds_the_best_of_each() -> None:
 
 
 def test_what_fits_under_no_layout_fits_where_the_model_is_cut() -> None:
-    """Sequences of 32,768 tokens without recomputation: 214 GB a rank. The plan says by what it is cut."""
+    """Sequences of 32,768 tokens without recomputation: 214 GB a rank. The plan says by which degrees it is cut."""
     llama, cluster = preset("llama-7b"), find_cluster("a800-8x-hdr").take(64)
     work = Workload(seq_len=32768, global_batch_tokens=32768 * 64, micro_batch=1, recomputation=Recomputation.NONE)
     with pytest.raises(NothingFitsError):

@@ -1,4 +1,4 @@
-"""The search finds what brute force finds, says how sure it is, and says what to do where nothing fits."""
+"""The search finds the same as brute force, says how sure it is, and gives advice where nothing fits."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_overlapped_levels_are_chosen_where_the_engine_has_them(
 
 
 def test_the_gap_is_honest() -> None:
-    """A search that stops early promises no less than what a whole one finds."""
+    """A search that stops early promises no less than a whole one finds."""
     whole, _ = search(small_model(), TIGHT, WORKLOAD, options=Options(max_simulations=None))
     for budget in (1, 3, 10):
         short, _ = search(small_model(), TIGHT, WORKLOAD, options=Options(max_simulations=budget, front=0))
@@ -270,7 +270,7 @@ def test_known_strategies_go_by_levels_of_several_members() -> None:
 
 
 def test_sums_and_masters_of_fp64_are_fp64() -> None:
-    """As the engine has them, whatever is asked."""
+    """As the engine has them, whichever are asked for."""
     works = [replace(WORKLOAD, param_dtype=dtype).fixed(1, Recomputation.NONE) for dtype in ("fp64", "fp32")]
     assert (works[0].grad_dtype, works[0].master_dtype) == ("fp64", "fp64")
     double, single = (simulate(small_model(), small_cluster(2, 2), "node=1,cluster=1", w).memory for w in works)

@@ -26,7 +26,7 @@ def gather(latency_s: float, busy_s: float, *, level: int = 0, **fields: Any) ->
 
 
 def after(event: int, of: int, stream: int) -> list[Order]:
-    """`stream` goes on after what `of` has been given so far."""
+    """`stream` goes on after all that `of` has been given so far."""
     return [Order(at_s=0.0, kind=kind, stream=s, event=event) for kind, s in (("record", of), ("wait", stream))]
 
 
@@ -49,7 +49,7 @@ def test_streams_run_side_by_side_and_a_wait_is_what_is_left() -> None:
 
 
 def test_a_device_waits_for_what_is_not_there_yet() -> None:
-    """A wait for what has ended is none; where the host is late, the device stands still."""
+    """A wait for work that has ended is none; where the host is late, the device stands still."""
     step = run(gather(0.0, 1.0), kernel(2.0), *after(7, of=1, stream=0), kernel(1.0))
     assert step.seconds == 3.0
     assert step.trace.seconds(kind="wait") == 0.0

@@ -1,4 +1,4 @@
-"""The page: its HTML against a golden file, and what a real browser makes of it."""
+"""The page: its HTML against a golden file, and its rendering in a real browser."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_captions_gaps_and_traffic(planned: Planned) -> None:
     ):
         found = replace(planned.found, bound_s=bound * planned.found.best.step_s)
         assert search_note(replace(planned, found=found)).endswith(proof)
-    # Traffic says what is waited for over several axes.
+    # Traffic names waits over several axes.
     cluster = find_cluster("a800-8x-hdr").take(16)
     workload = Workload(seq_len=4096, global_batch_tokens=4096 * 16, micro_batch=1, recomputation=Recomputation.FULL)
     strategy = Strategy.parse("node=3,cluster=3")

@@ -94,7 +94,7 @@ def test_a_line_that_a_disk_has_spoilt_is_dropped(tmp_path: Path, spoilt: bytes)
     assert [step["step"] for step in steps(tmp_path)] in ([1, 2, 3], [1, 3])
 
 
-@pytest.mark.usefixtures("capsys")  # else what is printed goes to a file, which has the limit too
+@pytest.mark.usefixtures("capsys")  # else output goes to a file, which has the limit too
 def test_a_full_disk_is_one_warning_and_loses_no_line_that_can_be_written_later(tmp_path: Path) -> None:
     with (
         pytest.warns(UserWarning, match=r"cannot write .*metrics\.jsonl: File too large; training goes on") as caught,

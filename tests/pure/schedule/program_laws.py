@@ -142,7 +142,7 @@ class Checked:
     def has_grads(self, unit: int) -> bool:
         return bool(self.leaves[unit])
 
-    # ---- what computation sees
+    # ---- parameters under computation
 
     def require_valid(self, unit: int) -> None:
         """The unit may compute: the newest parameters are there."""

@@ -91,7 +91,7 @@ def of(strategy: str, blocks: int = 3) -> Schedule:
 @given(st.data())
 def test_laws_of_random_programs(data):
     """Each unit computes with its newest parameters, no slot in use is gathered into, and each gradient reaches the
-    optimizer exactly once, whatever the order of calls and however late the lanes."""
+    optimizer exactly once, in any order of calls and however late the lanes."""
     schedule = data.draw(schedules())
     draws = data.draw(st.lists(st.booleans(), min_size=1, max_size=40))
     run = script(schedule, itertools.cycle(draws))
@@ -124,7 +124,7 @@ def test_ranks_with_different_units_in_use_reduce_in_the_same_order(data):
 @settings(max_examples=60)
 @given(st.data())
 def test_ranks_whose_losses_use_other_outputs_issue_the_same(data):
-    """All call the same units in the same order; what a loss does not use is passed in its turn."""
+    """All call the same units in the same order; outputs that a loss does not use are passed in their turn."""
     schedule = data.draw(schedules())
     drawn = [replace(data.draw(passes(schedule)), backward=True) for _ in range(data.draw(st.integers(1, 3)))]
     seen = []
@@ -227,7 +227,7 @@ def test_the_order_is_learned_between_steps():
 
 @pytest.mark.parametrize("strategy", ["node=1,cluster=1", "node=3,cluster=1", "node=3,cluster=3k", "node=2,cluster=1"])
 def test_a_wait_that_was_interrupted_is_waited_for_again(strategy):
-    """Ctrl-C comes where a step stands longest; the next forward must not compute with what has not arrived."""
+    """Ctrl-C comes where a step stands longest; the next forward must not compute with parameters still under way."""
     for wait in range(6):
         run = script(of(strategy), False)
         run.run(EVERYTHING, last=True)

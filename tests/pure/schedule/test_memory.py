@@ -73,7 +73,7 @@ def test_the_formula_of_every_term(mix):
         ("node=3d", "fp32", "fp32", True),
         ("node=1", "fp32", "fp32", True),
         ("node=2@fp32/", "fp32", "fp32", True),
-        ("node=2@bf16/", "fp32", "fp32", False),  # all compute with what came over the wire
+        ("node=2@bf16/", "fp32", "fp32", False),  # all compute with the values of the wire
         ("node=1@int8/", "fp32", "fp32", False),
         ("node=3@int8/", "fp32", "fp32", True),  # gathered into a slot
         ("node=3", "bf16", "fp32", False),

@@ -1,4 +1,4 @@
-"""Parts of a model, whole tensors by owners and joined units in a schedule: what is held, sent and stepped on."""
+"""Parts of a model, whole tensors by owners and joined units in a schedule: memory, messages and steps."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ def test_the_step_overlaps_as_the_model_says() -> None:
         schedule = Schedule.of(Layout.of(f"{own};prefetch=2", MESH), units(DENSE, SPARSE), parts={"experts": plain})
         assert schedule.shards_params == ("3" in own + other)
         assert len(schedule.memory.gather.slot_bytes) == (1 + 3 if schedule.shards_params else 0)
-    kept = {"experts": layout_of("expert=3k", "experts")}  # whole, beside what is not
+    kept = {"experts": layout_of("expert=3k", "experts")}  # whole, beside others that are not
     both = Schedule.of(layout_of("node=3,cluster=0"), units(DENSE, SPARSE), parts=kept)
     (_, experts), placed = both.memory.persistent[1], both.placed[1][1]
     assert experts.kept == placed.padded * 2 and placed.from_kept.steps == ()
-    joined, _ = join_units(units(DENSE, SPARSE), 1 << 30)  # what is joined is of one part
+    joined, _ = join_units(units(DENSE, SPARSE), 1 << 30)  # joined units are of one part
     found = [(flat.part, flat.numel) for unit in joined for flat in unit.buffers]
     assert found == [("", (1 + BLOCKS) * NUMEL), ("experts", (1 + BLOCKS) * NUMEL // 2)]
     # A mean over a part of the ranks is a share of the mean over all.

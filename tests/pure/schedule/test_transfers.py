@@ -228,7 +228,7 @@ def test_sums_over_several_replica_axes(strategy, expected):
         ("node=1,cluster=1", {}, ("bf16", "fp32")),
         ("node=0,cluster=0", {}, ("bf16", "fp32")),
         ("node=3d,cluster=1", {"param_dtype": "fp16", "reduce_dtype": "fp16"}, ("fp16", "fp32")),
-        ("node=1,cluster=0@/int8", {}, ("bf16", "fp32")),  # what comes second is no matter
+        ("node=1,cluster=0@/int8", {}, ("bf16", "fp32")),  # the second wire is no matter
         ("node=1@/int8,cluster=0", {}, ("fp32", "fp32")),
         ("node=1,cluster=1", {"reduce_dtype": "fp32"}, ("fp32", "fp32")),  # as they are sent
         ("node=1@/fp16,cluster=1@/fp16", {}, ("fp32", "fp32")),  # a cast on the way there is one of two

@@ -1,4 +1,4 @@
-"""Models that are cut beside data: what one rank holds, sends and waits for, against formulas."""
+"""Models that are cut beside data: one rank's memory, messages and waits, against formulas."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def exposed(simulation: Simulation, axis: str, name: str) -> float:
 def test_with_every_degree_one_nothing_is_different(
     name: str, strategy: str, micro_batch: int, world: int, step_s: float, memory_bytes: float
 ) -> None:
-    """Figures of before degrees were there, to the last bit, with what the kernels of sums, the copies of gradients and
-    collectives in memory have taken since."""
+    """Figures of before degrees were there, to the last bit, with the times of kernels of sums, copies of gradients and
+    collectives in memory, which are counted since."""
     workload = FixedWorkload(seq_len=1024, global_batch_tokens=1024 * world * 4, micro_batch=micro_batch)
     found = simulate(model_preset(name), A800.take(world), strategy, workload)
     assert (found.step_s, found.memory.total) == (step_s, memory_bytes)
@@ -214,7 +214,7 @@ def test_activations_in_flight_are_those_of_the_schedule() -> None:
     for each in ("1f1b", "gpipe"):
         found = run(spec, cluster, "node=3,cluster=0", micro_batches=6, pp=2, pp_schedule=each)
         memory[each] = found.ranks[0].memory_bytes
-    # Four more in flight, of four blocks, the ids and what is handed on; the allocator's share goes with them.
+    # Four more in flight, of four blocks, the ids and the output; the allocator's share goes with them.
     more = 4 * (4 * block + embedding + SEQ * 512 * 2) * (1 + default_constants().allocator_share)
     assert memory["gpipe"] - memory["1f1b"] == pytest.approx(more, rel=1e-9)
 

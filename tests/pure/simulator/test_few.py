@@ -1,4 +1,4 @@
-"""A few blocks tell what all of them do, or say that they do not."""
+"""A few blocks tell the time of all, or say that they do not."""
 
 from __future__ import annotations
 

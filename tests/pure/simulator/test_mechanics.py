@@ -230,7 +230,7 @@ def test_a_step_takes_as_long_as_its_host(strategy: str, engine: Mechanics) -> N
 
 
 def test_large_units_hide_their_host() -> None:
-    """All but what is issued before the first of them computes: the first gathers. A processor issues to itself."""
+    """All but the part before the first of them computes: the first gathers. A processor issues to itself."""
     work = FixedWorkload(seq_len=4096, global_batch_tokens=4096 * 16 * 8)
     steps = [
         simulate(LLAMA, CLUSTER, "node=3,cluster=3", work, constants=default_constants().at("host_issue_s", issue_s))

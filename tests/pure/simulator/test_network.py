@@ -1,4 +1,4 @@
-"""The clock's network: what runs at once shares links, memory and the processor that moves the bytes."""
+"""The clock's network: work that runs at once shares links, memory and the processor that moves the bytes."""
 
 import pytest
 
@@ -132,7 +132,7 @@ def test_computation_and_transfer_share_the_processor_alike():
     assert net.now_s == pytest.approx(1.0) and sent.share_left == pytest.approx(0.5)
     net.wait_for(sent)
     assert net.now_s == pytest.approx(1.5)
-    # 3 ms of latency take 12 ms while the device computes, and what is left of them no longer than alone.
+    # 3 ms of latency take 12 ms while the device computes, and the rest of them no longer than alone.
     net = network(0.5)
     cost = CollectiveCost(seconds=3e-3, busy=(), sent_bytes=1.0, busy_latency_s=9e-3)
     sent = net.submit(job(Work("gather", ("node",), cost, (1.0,))), "gather")
@@ -209,7 +209,7 @@ def test_the_keys_of_the_file():
 @pytest.mark.parametrize("latency_s", [0.0, 1e-3])
 @pytest.mark.parametrize("calls_s", [0.0, 4e-3])
 def test_beside_computation_a_step_takes_what_was_measured(latency_s, calls_s):
-    """Whatever it is alone: three steps of 5 ms for a ring of four ranks. A call's processor time is a part of that."""
+    """For any time alone: three steps of 5 ms for a ring of four ranks. A call's processor time is a part of that."""
     host = {"host_bytes_per_s": 1e8, "host_call_s": calls_s / 2} if calls_s else {}
     for operation in ("all_gather", "reduce_scatter"):
         one, other = (

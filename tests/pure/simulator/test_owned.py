@@ -1,4 +1,4 @@
-"""Muon and AdamW by owners in the simulator: bytes, time and memory follow from who owns what."""
+"""Muon and AdamW by owners in the simulator: bytes, time and memory follow from the choice of owners."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_bytes_are_what_lies_elsewhere_than_its_owner(strategy: str) -> None:
 
 def test_time_is_the_longest_owners_and_what_is_not_hidden() -> None:
     """On 8 ranks in one node: at least Newton-Schulz of an eighth of the matrices, and no more than a tenth above it
-    beside what moves."""
+    beside the messages."""
     world = 8
     adamw, muon = (
         simulate(LLAMA, A800.take(world), "node=3,cluster=0", work(each, world)) for each in ("adamw", "muon")
@@ -99,7 +99,7 @@ def test_time_is_the_longest_owners_and_what_is_not_hidden() -> None:
 
 
 def held_numel(owned: OwnedTensors, ranks: int) -> tuple[Counter[int], Counter[int]]:
-    """Elements by rank: of all that it owns, and of what of that does not lie there as a whole."""
+    """Elements by rank: of all that it owns, and of the tensors of these that do not lie there as a whole."""
     all_of, apart = Counter[int](), Counter[int]()
     for tensor, rank in zip(owned.tensors, owned.owners.rank_of, strict=True):
         all_of[rank] += tensor.numel
@@ -127,7 +127,7 @@ def test_memory_is_what_owners_keep() -> None:
 
 
 def test_bytes_of_adamw_and_amsps_owners() -> None:
-    """AMSP's setting: over each axis what lies elsewhere than its owner, once each way."""
+    """AMSP's setting: over each axis the elements elsewhere than their owner, once each way."""
     found, plain = sent("node=1,cluster=1", "adamw", "owners"), sent("node=1,cluster=1", "adamw")
     for size, name in ((8, "node"), (2, "cluster")):
         assert 0 < found[name] - plain[name] <= 1.01 * 8 * LLAMA.num_trainable / 16 * (size - 1) / size
@@ -159,7 +159,7 @@ def test_placements_are_those_of_the_schedule() -> None:
 
 @pytest.mark.parametrize(("optimizer", "ownership"), [("muon", "slices"), ("adamw", "owners")])
 def test_a_plan_is_the_best_of_all(optimizer: str, ownership: str) -> None:
-    """A search with bounds finds what simulating every layout finds."""
+    """A search with bounds finds the same as simulating every layout."""
     cluster, options = A800.take(16), Options(splits="none", max_simulations=None, front=0)
     tokens = 16 * 512 * 4
     workload = Workload(
@@ -172,7 +172,7 @@ def test_a_plan_is_the_best_of_all(optimizer: str, ownership: str) -> None:
 
 
 def test_amsps_owners_are_ours_and_their_tensors_are_the_state_shard() -> None:
-    """One choice, of the same tensors; what has parts of tensors owns parts. No bytes more for it: sums and broadcasts
+    """One choice, of the same tensors; ranks with parts of tensors own parts. No bytes more for it: sums and broadcasts
     are the engine's own. Memory and seconds are those of the owner with the most, where slices have the mean's."""
     world = 64
     whole, parts = (
@@ -224,7 +224,7 @@ def test_experts_are_batches_of_matrices() -> None:
 
 
 def test_memory_that_does_not_fit_says_by_how_much() -> None:
-    """Who holds most of what, what slices would have, and what is too much in all."""
+    """Which rank holds most of which kind, the need of slices, and the excess in all."""
     big = model_preset("llama3-70b")
     found = simulate(big, A800.take(64), "node=0,cluster=1", work("adamw", 64, ownership="owners"))
     (share,) = found.owners

@@ -165,7 +165,7 @@ def test_less_overlap_never_helps(strategy):
     st.sampled_from([None, 1.0]),
 )
 def test_faster_hardware_never_slows_a_step(strategy, engine, model, what, index, factor, micro_batches, cores):
-    """But by what computation that ends sooner meets of other transfers."""
+    """But for other transfers that computation meets because it ends sooner."""
     cluster, workload = A800.take(16), work(micro_batches)
     cluster = replace(cluster, device=replace(cluster.device, cores=cores))
     device, level = cluster.device, cluster.levels[index]
@@ -337,7 +337,7 @@ def test_small_units_are_joined_where_no_parameters_are_sharded(strategy, recomp
     ],
 )
 def test_gradients_are_copied_to_where_they_are_reduced(strategy, micro_batches, bytes_each):
-    """By the computation, at the rate of the device's memory or of what was measured; other engines' copies are counted
+    """By the computation, at the rate of the device's memory or the measured one; other engines' copies are counted
     with their collectives."""
     model, cluster, workload = small_model(), A800.take(16), work(micro_batches)
     constants = default_constants()

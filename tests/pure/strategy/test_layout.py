@@ -233,7 +233,7 @@ def test_a_plan_that_cannot_be_carried_out(fields, message):
 
 
 def test_stages_are_all_that_can_be_sharded_over_one_axis():
-    """Who has a part of parameters or gradients has that part of the states; only what is gathered is kept."""
+    """Who has a part of parameters or gradients has that part of the states; only gathered parameters are kept."""
     can_be = {
         (params, grads, states, kept, hosted)
         for params, grads, states, kept, hosted in product((False, True), repeat=5)
@@ -241,7 +241,7 @@ def test_stages_are_all_that_can_be_sharded_over_one_axis():
     }
     stages = [(s.shards_params, s.shards_grads, s.shards_states, s.kept, s.hosted) for s in Stage]
     assert len(stages) == len(set(stages)) and set(stages) == can_be
-    # Buffers are cut by what is sharded furthest first.
+    # Buffers are cut by the axes that are sharded furthest first.
     for one, other in product(Stage, repeat=2):
         if one.shards_params >= other.shards_params and one.shards_grads >= other.shards_grads and one.shards_states:
             assert one.significance <= other.significance

@@ -1,4 +1,4 @@
-"""One TOML file gives one frozen configuration; whatever is wrong in it is said in one message."""
+"""One TOML file gives one frozen configuration; all that is wrong in it is said in one message."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     bad.write_text("steps = = 3")
     with pytest.raises(ConfigError, match="not valid TOML: "):
         load_config(bad)
-    # Where a table is missing, the error says what to add.
+    # Where a table is missing, the error says which to add.
     path = tmp_path / "run.toml"
     path.write_text(MINIMAL.replace("[optimizer]\nlr = 1e-3\n", ""))
     with pytest.raises(ConfigError, match=re.escape("optimizer is missing; add a table [optimizer] with at least lr")):

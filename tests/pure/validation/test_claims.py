@@ -63,7 +63,7 @@ def test_a_claim_is_met_by_its_whole_range_alone():
     assert claim(1.6, 2.5, spread=1.5).holds is False
     assert claim(2.1, 2.5, spread=1.5).holds is False  # narrow, and elsewhere
     assert claim(0.1, 9.0).holds is None and claim(0.1, 9.0).in_range
-    # Open points begin with what is assumed.
+    # Open points begin with assumptions.
     first, *others = open_points("frontier")
     assert first["micro_batch"] == "2" and first["overlap"] == "no"
     assert all(point != first for point in others)
@@ -82,7 +82,7 @@ def test_scores():
     # Winners are counted among groups of several.
     rows = [row(1, 1, "a"), row(2, 3, "a"), row(1, 5, "b"), row(2, 3, "b"), row(9, 9, "alone")]
     assert score("t", rows).winners == (1, 2)
-    # The range holds what it spans.
+    # The range holds its ends and all between.
     spread = predicted_row(Row(table="t", label="l", group="g", unit="u", measured=5.0), [4.0, 6.0, 3.0])
     assert (spread.predicted, spread.low, spread.high) == (4.0, 3.0, 6.0)
     assert score("t", [spread]).in_range == 1

@@ -26,12 +26,12 @@ def chosen(ranking: list[Ranked]) -> str:
 @pytest.mark.parametrize(("model", "world", "choice"), AMSPS_CHOICES)
 @pytest.mark.parametrize("bucket_bytes", [32 * 2**20, 512 * 2**20])
 def test_amsps_choices_come_out(model: str, world: int, choice: str, bucket_bytes: int) -> None:
-    """With one set of assumptions for all three; what InternEvo's buckets hold does not decide."""
+    """With one set of assumptions for all three; the size of InternEvo's buckets does not decide."""
     assert chosen(amsp(model, world, assumptions=Assumptions(bucket_bytes=bucket_bytes))) == choice
 
 
 def test_what_amsps_choices_need() -> None:
-    """An fp32 gradient, 4 bytes, lies between what lets 7B fit and what keeps the cheaper (2,8,8) from 13B."""
+    """An fp32 gradient, 4 bytes: with 3.6 the cheaper (2,8,8) would do for 13B, with 4.5 7B would not fit."""
     less, more = Assumptions(temporary_bytes=3.6), Assumptions(temporary_bytes=4.5)
     assert chosen(amsp("llama-13b", 8, assumptions=less)) == "(2,8,8)"
     assert chosen(amsp("llama-7b", 8, assumptions=more)) != "(1,1,8)"
@@ -51,7 +51,7 @@ def test_amsps_gradients_sharded_further_cost_all_micro_batches_but_the_last() -
         extra.append(times["(1,8,8)"] - times["(1,1,8)"])
     assert extra[0] == pytest.approx(0.0, abs=1e-12)
     assert extra[2] == pytest.approx(3 * extra[1])
-    assert extra[1] > 2 * 7 / 8 * 2 * 6738415616 / 200e9  # what the bytes take at NVLink's rate
+    assert extra[1] > 2 * 7 / 8 * 2 * 6738415616 / 200e9  # the time of the bytes at NVLink's rate
 
 
 def test_amsps_memory_and_space() -> None:

@@ -1,6 +1,6 @@
 """In place of transformers, in processes that a test starts: it is imported in no time, and its model breaks on demand.
 
-`PYTHONPATH` puts it before the real one. It has what `zeromesh.integrations.language_models` uses.
+`PYTHONPATH` puts it before the real one. It has the names that `zeromesh.integrations.language_models` uses.
 """
 
 from __future__ import annotations
