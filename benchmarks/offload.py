@@ -1,4 +1,4 @@
-"""The cost of the host's memory to a step: ours with `host=` and FSDP2 with CPUOffloadPolicy, on devices with a wall clock.
+"""The cost of the host's memory to a step: ours with `host=`, FSDP2 with CPUOffloadPolicy, on devices on a wall clock.
 
     make bench-offload ARGS="--out benchmarks/results/offload.json"
 
