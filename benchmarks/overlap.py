@@ -328,8 +328,9 @@ def order_s(cell: dict[str, Any], row: dict[str, Any]) -> float:
     bound_s: float = row["bound_s"]
     if row["system"][-1] not in "01":
         return bound_s
-    once_s = cell["computation_s"] / cell["micro_batches"]
-    return max(bound_s, cell["computation_s"] - once_s + max(once_s, row["links_s"]["cluster"]))
+    inner = [seconds for name, seconds in row["links_s"].items() if name != "cluster"]
+    each_s = max(cell["computation_s"], *inner) / cell["micro_batches"]
+    return max(bound_s, (cell["micro_batches"] - 1) * each_s + max(each_s, row["links_s"]["cluster"]))
 
 
 def is_ours(row: dict[str, Any]) -> bool:
