@@ -52,9 +52,9 @@ def bench(
     from bench.matrix import make_cells
     from bench.rows import make_rows, noise_of
     from zeromesh.cli.signals import exiting_on_signals
-    from zeromesh.files import progress
     from zeromesh.measure.launch import under_torchrun
     from zeromesh.measure.steps import DTYPES, Batch
+    from zeromesh.progress import progress
 
     if steps < 1 or rounds < 1:
         raise InputError(f"at least 1 step in at least 1 round; got {steps} and {rounds}")

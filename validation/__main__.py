@@ -32,7 +32,7 @@ def validate(
     from validation.page import page
     from validation.score import score_tables
     from validation.tables import SOURCES
-    from zeromesh.files import note, progress
+    from zeromesh.progress import note, progress
 
     unknown = next((name for name in tables or () if name not in SOURCES), None)
     if unknown is not None:

@@ -22,7 +22,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
+from dataclasses import fields
+from typing import Any
 
 
 class ZeromeshError(Exception):
@@ -113,3 +115,21 @@ def one_of(value: str, known: Iterable[str]) -> str:
 def _did_you_mean(name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     return f"did you mean {' or '.join(close)}?" if close else ""
+
+
+def short_repr(value: Any) -> str:
+    """A dataclass as its text, or by the fields that differ from their defaults; for `__repr__`. Long values, such as
+    a trace's events, are shown by how many there are."""
+    name = type(value).__name__
+    if "__str__" in vars(type(value)):
+        return f"{name}({str(value)!r})"
+    found = {each.name: (getattr(value, each.name), each.default) for each in fields(value) if each.repr}
+    return f"{name}({', '.join(f'{key}={_short(own)}' for key, (own, usual) in found.items() if own is not usual)})"
+
+
+def _short(value: Any) -> str:
+    many = isinstance(value, Sized) and not isinstance(value, str)
+    if many and (len(value) > 4 or len(repr(value)) > 100):
+        return f"<{len(value)} items>"
+    text = f"{value:.6g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= 100 else f"<{type(value).__name__}>"

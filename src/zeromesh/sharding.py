@@ -12,14 +12,12 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from zeromesh.errors import InputError, MeshError
-from zeromesh.files import progress
+from zeromesh.errors import InputError, MeshError, short_repr
 from zeromesh.options import Options
 from zeromesh.schedule import BUCKET_BYTES
 from zeromesh.strategy import Layout, Plan, Strategy, layouts_of, part_name
 from zeromesh.strategy.parts import with_given
 from zeromesh.strategy.plan import DTYPE_FIELDS, dtype_name
-from zeromesh.units import short_repr
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +118,6 @@ def shard(
     return _shard(model, mesh, strategy, options, cluster, workload)
 
 
-@progress("sharding the model")
 def _shard(
     model: ModelT,
     mesh: DeviceMesh | None,
@@ -228,20 +225,9 @@ class Sharding(Options):
             InputError: the file cannot be read, or says no sizes, or cuts the model beside data.
             MeshError: it shards over a group of ranks that is none of the mesh's.
         """
-        from zeromesh.planner.foreign import read_file
+        from zeromesh.planner.foreign import sharding_options
 
-        found, mesh = read_file(Path(path)), options.pop("mesh", None)
-        own: dict[str, Any] = {"strategy": found, "mesh": mesh or dict(found.mesh[::-1])}
-        if isinstance(found, Plan):
-            return cls(**own | options)
-        named = zip(mesh.mesh_dim_names, mesh.shape, strict=True) if hasattr(mesh, "mesh_dim_names") else mesh
-        sizes = tuple(dict(named).items())[::-1] if named else found.mesh
-        degrees = [key for key in found.keys if key.startswith("--")]
-        if degrees or not sizes:
-            needs = f"cuts the model beside data ({', '.join(degrees)})" if degrees else "does not say a mesh: give one"
-            raise InputError(f"{path} {needs}; `zeromesh import` prints all that is in it")
-        own |= {f"{key[7:]}_dtype": value for key, value in found.keys.items() if key.startswith("dtypes.")}
-        return cls(**own | {"strategy": found.strategy(sizes)} | options)
+        return cls(**sharding_options(Path(path), options.pop("mesh", None)) | options)
 
     def on(self, device_type: str) -> Sharding:
         """With torch's own mesh of all ranks of the job, which call this together; its groups are made here.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from html import escape
 from typing import Any, Literal, TypeVar
 
-from zeromesh.units import short_repr
+from zeromesh.errors import short_repr
 
 Kind = Literal["compute", "communicate", "wait"]
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sized
-from dataclasses import fields
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from zeromesh.errors import InputError, nearest
 
@@ -120,24 +118,6 @@ def format_flop_per_s(value_flop_per_s: float, digits: int = 3) -> str:
     '312 TFLOP/s'
     """
     return _format(value_flop_per_s, {f"{p}FLOP/s": f for p, f in _DECIMAL.items()}, digits)
-
-
-def short_repr(value: Any) -> str:
-    """A dataclass as its text, or by the fields that differ from their defaults; for `__repr__`. Long values, such as
-    a trace's events, are shown by how many there are."""
-    name = type(value).__name__
-    if "__str__" in vars(type(value)):
-        return f"{name}({str(value)!r})"
-    found = {each.name: (getattr(value, each.name), each.default) for each in fields(value) if each.repr}
-    return f"{name}({', '.join(f'{key}={_short(own)}' for key, (own, usual) in found.items() if own is not usual)})"
-
-
-def _short(value: Any) -> str:
-    many = isinstance(value, Sized) and not isinstance(value, str)
-    if many and (len(value) > 4 or len(repr(value)) > 100):
-        return f"<{len(value)} items>"
-    text = f"{value:.6g}" if isinstance(value, float) else repr(value)
-    return text if len(text) <= 100 else f"<{type(value).__name__}>"
 
 
 def _parse(text: object, units: Mapping[str, float], expected: str) -> float:

@@ -21,8 +21,8 @@ from zeromesh.checkpoint.read import Reader
 from zeromesh.checkpoint.saver import LOCK_WAIT_S, Saver, Snapshot
 from zeromesh.checkpoint.storage import open_storage
 from zeromesh.errors import CheckpointError
-from zeromesh.files import progress
 from zeromesh.pieces.piece import Piece
+from zeromesh.progress import progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

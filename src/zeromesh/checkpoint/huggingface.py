@@ -17,9 +17,9 @@ from zeromesh.checkpoint.safetensors import Spec, open_safetensors, write_safete
 from zeromesh.checkpoint.tensors import MODEL, Held, param_rows, restore_models
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.units import DTYPES
-from zeromesh.files import progress
 from zeromesh.modules import DTYPE_NAMES
 from zeromesh.pieces.piece import Piece, whole
+from zeromesh.progress import progress
 
 
 @progress("writing safetensors")

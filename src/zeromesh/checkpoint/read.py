@@ -26,10 +26,10 @@ from zeromesh.checkpoint.manifest import (
 )
 from zeromesh.checkpoint.storage import Storage, read_at, read_index
 from zeromesh.errors import CheckpointError
-from zeromesh.files import note
 from zeromesh.pieces.boxes import Box
 from zeromesh.pieces.piece import DTYPES, Piece, copy_shared, whole
 from zeromesh.pieces.region import Region, shared
+from zeromesh.progress import note
 
 
 class Reader:

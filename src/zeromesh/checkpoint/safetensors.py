@@ -22,8 +22,9 @@ from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.read import Reader
 from zeromesh.checkpoint.storage import LocalStorage, open_regular
 from zeromesh.errors import CheckpointError
-from zeromesh.files import note, parse_json, read_text
+from zeromesh.files import parse_json, read_text
 from zeromesh.pieces.piece import DTYPE_NAMES, Piece
+from zeromesh.progress import note
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -17,7 +17,7 @@ MOST_HERE = 8
 def starting_ranks() -> Iterator[None]:
     """Inside, ranks are started, or are there: signals end them all, and wrong input is said once."""
     from zeromesh.cli.signals import exiting_on_signals
-    from zeromesh.files import progress
+    from zeromesh.progress import progress
 
     try:
         with exiting_on_signals(), progress("measuring"):

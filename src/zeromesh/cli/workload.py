@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
 import typer
 
 from zeromesh.errors import InputError, one_of
-from zeromesh.files import progress
+from zeromesh.progress import progress
 from zeromesh.units import parse_bytes, parse_count
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from zeromesh.cluster.device import Device
 from zeromesh.cluster.level import Level
-from zeromesh.errors import ClusterError, nearest
-from zeromesh.units import short_repr
+from zeromesh.errors import ClusterError, nearest, short_repr
 
 HOST_SHARE = 0.95
 """Share of a machine's memory for the shards of its ranks; the system and the processes themselves need some."""

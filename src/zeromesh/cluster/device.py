@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zeromesh.cluster.kernel import Kernel
-from zeromesh.errors import ClusterError, nearest
-from zeromesh.units import short_repr
+from zeromesh.errors import ClusterError, nearest, short_repr
 
 #: Matrix dtypes a device may state a peak for, in the order in which a training run would choose one: the last two only
 #: for the products of blocks, where it is told to. mxfp8 has a scale for each 32 elements, fp8 one for each tensor.

@@ -9,8 +9,7 @@ from math import log
 from typing import Self
 
 from zeromesh.cluster.curve import OPERATIONS, Curve
-from zeromesh.errors import ClusterError, one_of
-from zeromesh.units import short_repr
+from zeromesh.errors import ClusterError, one_of, short_repr
 
 #: Kinds of link whose achieved share of nominal bandwidth and latency of a step the cost model knows apart.
 #: "auto" goes by the level's place: see `link_kind`.

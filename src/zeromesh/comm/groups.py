@@ -346,15 +346,17 @@ class _Pool:
     def agree(self, everyone: dist.ProcessGroup, keys: Mapping[str, Key]) -> dict[str, list[int]]:
         """For each axis the serials of channels that are free, and equally far, on all ranks of the axis; as many on
         every rank of the mesh."""
-        own = {name: (k.ranks[0], {s: c.started for s, c in list(self._free[k].items())}) for name, k in keys.items()}
+        # Copies are made at once: a collection of garbage, at any allocation, may give communicators back meanwhile.
+        free = {name: self._free[key].copy() for name, key in keys.items()}
+        own = {name: (keys[name].ranks[0], {s: c.started for s, c in known.items()}) for name, known in free.items()}
         offers: list[dict[str, _Offer]] = [own] * everyone.size()
         dist.all_gather_object(offers, own, group=everyone)
         found = {}
         for name, key in keys.items():
             lines = defaultdict[int, list[Mapping[int, int]]](list)
             for offer in offers:
-                first, free = offer[name]
-                lines[first].append(free)
+                first, started = offer[name]
+                lines[first].append(started)
             common = {first: _common(line) for first, line in lines.items()}
             found[name] = common[key.ranks[0]][: min(map(len, common.values()))]
         return found

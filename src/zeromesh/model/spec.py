@@ -17,9 +17,8 @@ import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from zeromesh.errors import ModelError, one_of
+from zeromesh.errors import ModelError, one_of, short_repr
 from zeromesh.model.shape import Kernels, TransformerShape
-from zeromesh.units import short_repr
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5}
 

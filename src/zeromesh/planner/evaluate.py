@@ -7,6 +7,7 @@ from typing import Any
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants
+from zeromesh.errors import short_repr
 from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.planner.bounds import Bounds
@@ -18,7 +19,7 @@ from zeromesh.simulator.few import simulate_few
 from zeromesh.simulator.run import simulate_divided, static_memory
 from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.collective import AUTO
-from zeromesh.units import format_seconds, short_repr
+from zeromesh.units import format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -175,6 +175,22 @@ def read_file(path: Path) -> Plan | Imported:
     return read_foreign(path)
 
 
+def sharding_options(path: Path, mesh: Any) -> dict[str, Any]:
+    """The options of `zm.Sharding` in a file, on a mesh or one's sizes; of None, on the file's own."""
+    found = read_file(path)
+    own: dict[str, Any] = {"strategy": found, "mesh": mesh or dict(found.mesh[::-1])}
+    if isinstance(found, Plan):
+        return own
+    named = zip(mesh.mesh_dim_names, mesh.shape, strict=True) if hasattr(mesh, "mesh_dim_names") else mesh
+    sizes = tuple(dict(named).items())[::-1] if named else found.mesh
+    degrees = [key for key in found.keys if key.startswith("--")]
+    if degrees or not sizes:
+        needs = f"cuts the model beside data ({', '.join(degrees)})" if degrees else "does not say a mesh: give one"
+        raise InputError(f"{path} {needs}; `zeromesh import` prints all that is in it")
+    own |= {f"{key[7:]}_dtype": value for key, value in found.keys.items() if key.startswith("dtypes.")}
+    return own | {"strategy": found.strategy(sizes)}
+
+
 def read_foreign(path: Path) -> Imported:
     """Reads a file of another library.
 

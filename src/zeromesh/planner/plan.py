@@ -9,8 +9,7 @@ from typing import Any
 
 from zeromesh.cluster import Cluster
 from zeromesh.cost import Constants
-from zeromesh.errors import InputError
-from zeromesh.files import progress
+from zeromesh.errors import InputError, short_repr
 from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.parallel import Parallel
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
@@ -21,10 +20,10 @@ from zeromesh.planner.search import Found, Options, search
 from zeromesh.planner.simplest import WITHIN, one_of_each_kind, simplest
 from zeromesh.planner.space import HOSTS, shares_of
 from zeromesh.planner.workload import Workload
+from zeromesh.progress import progress
 from zeromesh.simulator import Mechanics
 from zeromesh.strategy import Plan, Stage, Strategy
 from zeromesh.trace import Trace
-from zeromesh.units import short_repr
 
 TRACED_MICRO_BATCHES = 4
 """Micro-batches shown in a timeline: the ones between are alike."""

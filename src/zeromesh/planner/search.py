@@ -19,8 +19,7 @@ import numpy as np
 from zeromesh.cluster import Cluster
 from zeromesh.cluster.cluster import HOST_SHARE
 from zeromesh.cost import Constants, default_constants
-from zeromesh.errors import InputError
-from zeromesh.files import note
+from zeromesh.errors import InputError, short_repr
 from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.parallel import Parallel
 from zeromesh.planner.bounds import Bounds
@@ -29,11 +28,11 @@ from zeromesh.planner.settings import Setting, screened, settings_of
 from zeromesh.planner.space import HOSTS, Block, Integers, Space, Splits, hosted_kinds, shares_of
 from zeromesh.planner.time_bound import Floats
 from zeromesh.planner.workload import Workload
+from zeromesh.progress import note
 from zeromesh.simulator import DEFAULT_MARGIN, Mechanics, find_engine
 from zeromesh.simulator.run import without_host
 from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.collective import AUTO, collectives, find_collective
-from zeromesh.units import short_repr
 
 Wires = Literal["lossless", "any"]
 Hosts = Literal["auto", "any", "none"]

@@ -13,9 +13,9 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from zeromesh.errors import InputError, MeshError, RanksFailedError
-from zeromesh.files import note, progress
 from zeromesh.launch.job import Job, make_job
 from zeromesh.launch.processes import local_launches, run_ranks
+from zeromesh.progress import note, progress
 from zeromesh.rehearsal.result import Rehearsal
 from zeromesh.train.config import TrainConfig, load_config
 

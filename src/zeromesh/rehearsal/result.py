@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from zeromesh.errors import short_repr
 from zeromesh.trace import MemoryLine, Trace, TrafficLine
-from zeromesh.units import format_bytes, short_repr
+from zeromesh.units import format_bytes
 
 Phase = Literal["build", "shard", "forward", "recompute", "backward", "optimizer", "other"]
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
+from zeromesh.errors import short_repr
 from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.simulator.memory import MemoryBytes
 from zeromesh.trace import Trace
-from zeromesh.units import format_bytes, short_repr
+from zeromesh.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

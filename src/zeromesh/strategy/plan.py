@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from zeromesh.errors import InputError, one_of
+from zeromesh.errors import InputError, one_of, short_repr
 from zeromesh.files import parse_json, read_text
 from zeromesh.parallel import Parallel
 from zeromesh.strategy.stage import FLOAT_DTYPES
 from zeromesh.strategy.strategy import Strategy
-from zeromesh.units import short_repr
 
 Recompute = Literal["none", "selective", "full"]
 

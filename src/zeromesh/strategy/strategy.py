@@ -23,10 +23,9 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import Literal, get_args
 
-from zeromesh.errors import NotationError, nearest, one_of
+from zeromesh.errors import NotationError, nearest, one_of, short_repr
 from zeromesh.strategy.collective import AUTO, collectives
 from zeromesh.strategy.stage import DEFAULT_WIRE, HOST, Stage, Wire, preset_axes
-from zeromesh.units import short_repr
 
 Overlap = Literal["all", "gather", "none"]
 Split = int | Literal["*"] | None

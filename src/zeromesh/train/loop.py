@@ -19,7 +19,7 @@ from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.run import RunCheckpoints
 from zeromesh.engine.api import accumulate, clip_grad_norm_, engine_of, zero_grad
 from zeromesh.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
-from zeromesh.files import progress, require_writable, write_whole
+from zeromesh.files import require_writable, write_whole
 from zeromesh.integrations.elastic import NonFinite, asked_by, describe, mesh_text
 from zeromesh.integrations.language_models import causal_language_model, continuation, require_pretrained, seed_of_rank
 from zeromesh.launch.device import device_name
@@ -28,6 +28,7 @@ from zeromesh.model import Recomputation
 from zeromesh.observe.replicas import check_replicas
 from zeromesh.observe.report import gathered, memory_report, traffic_report
 from zeromesh.planner import Workload
+from zeromesh.progress import progress
 from zeromesh.report.run import RunReport, StepMetrics, comparison, places
 from zeromesh.sharding import shard
 from zeromesh.strategy import Plan

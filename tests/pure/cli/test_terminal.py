@@ -21,9 +21,9 @@ STRATEGY = "package=3,node[2]=3,node[2]=2,cluster[4]=2,cluster[*]=0"
 
 
 PROGRESS = """
-from zeromesh import files
+from zeromesh import progress
 from zeromesh.cli.app import main
-files.PROGRESS_AFTER_S = 0
+progress.PROGRESS_AFTER_S = 0
 main()
 """
 """The command line, with progress at once."""
