@@ -161,8 +161,9 @@ class Ours:
     def counted(self) -> tuple[int, dict[str, int]]:
         """Bytes a rank after a step, and bytes that a rank sends on each axis in a step."""
         schedule = engine_of(self.model).schedule
-        total = zm.memory_report(self.model, self.optimizer)[-1].allocated_bytes
-        return total - schedule.memory.workspace, sent_bytes_per_axis(schedule, micro_batches=len(self.data))
+        lines = zm.memory_report(self.model, self.optimizer)
+        total = sum(line.allocated_bytes for line in lines if line.kind == "total")
+        return total - sum(schedule.memory.workspace.values()), sent_bytes_per_axis(schedule, micro_batches=len(self.data))
 
 
 def rank_program(args: argparse.Namespace) -> None:
