@@ -6,9 +6,10 @@ Needs root and a compiler, as `overlap.py`, whose model and steps these are. Fou
 50 GB/s; each copies 25 GB/s in each direction. Links take next to nothing. The rate of products is such that the host's
 step, which reads and writes 32 bytes a parameter, takes `ratio` times as long as the forward.
 
-Exposed is what a step takes more than forward and backward without an optimizer. The formula's is the most, over units
-k, of the steps of the first k and the copy up of the k-th less the forwards before it: h_1 + ... + h_k + u_k - (f_1 +
-... + f_(k-1)). FSDP2 steps on real memory of the host: its kernel is replaced by one that takes the same time as ours.
+Exposed is the time of a step less that of forward and backward without an optimizer. The formula's is the most, over
+units k, of the steps of the first k and the copy up of the k-th less the forwards before it: h_1 + ... + h_k + u_k -
+(f_1 + ... + f_(k-1)). FSDP2 steps on real memory of the host: its kernel is replaced by one that takes the same time as
+ours.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ def rank_program(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     (cell,) = (cell for cell in all_cells(args.dilation) if cell.name == args.rank_of)
     simdev.start(clock=cell.clock)
-    with suppress(PermissionError):  # they wait nearly always, and should wake in time beside whatever else runs
+    with suppress(PermissionError):  # they wait nearly always, and should wake in time beside other work
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     dist.init_process_group(f"cpu:gloo,simdev:{simdev.BACKEND}")
     for name, make in systems(cell).items():

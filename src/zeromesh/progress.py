@@ -19,7 +19,7 @@ _doing: list[list[str]] = []  # (work, how far it is) of each `progress` that is
 def progress(work: str) -> Iterator[None]:
     """Shows the work inside on standard error, where that is a terminal, once it has taken some seconds.
 
-    Of several ranks the first shows it, and of nested work the innermost is shown.
+    The first of several ranks shows it; the innermost of nested work is shown.
     """
     shows = not _doing and os.environ.get("RANK", "0") == "0" and sys.stderr.isatty()
     _doing.append([work, ""])

@@ -65,7 +65,7 @@ def test_what_lies_on_the_host_is_saved_and_loaded(tmp_path):
             assert wanted.keys() == got.keys()
             assert all(torch.equal(got[name], wanted[name]) for name in shared)
             model, optimizer = other, again
-    require_clean(checker, "saving what lies on the host")
+    require_clean(checker, "saving shards on the host")
 
 
 @on_devices(4)

@@ -180,23 +180,50 @@ def test_recomputation():
 
 
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "host=1,node=3,cluster=1", "host[50%]=2,node=2,cluster=1"])
+@pytest.mark.parametrize("fused", [None, True])
 @alone()
-def test_a_scaler(strategy):
+def test_a_scaler(strategy, fused):
+    """With fused kernels it tells them the scale; a step that overflows changes nothing."""
     simdev.counting_group(0, 4)
     blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)]
     with simdev.Checker() as checker:
         model = zm.shard(torch.nn.Sequential(*blocks), mesh_of(2, 2, device="simdev"), strategy)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
         scaler = torch.amp.GradScaler("simdev", init_scale=8.0)
-        for _ in range(3):
-            scaler.scale(model(torch.ones(2, 8, device="simdev")).square().sum()).backward()
-            scaler.unscale_(optimizer)
-            zm.clip_grad_norm_(model, 1.0)
+
+        def step(factor: float = 1.0, unscale: bool = True) -> None:
+            loss = model(torch.ones(2, 8, device="simdev")).square().sum() * factor
+            scaler.scale(loss).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+                zm.clip_grad_norm_(model, 1.0)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
+
+        for unscale in (True, True, False):
+            step(unscale=unscale)
+        scale, before = scaler.get_scale(), [param.local.clone() for param in model.parameters()]
+        step(factor=float("inf"))
+        after = [param.local.clone() for param in model.parameters()]
     require_clean(checker, "GradScaler")
-    assert scaler.get_scale() == 8.0
+    assert (scale, scaler.get_scale()) == (8.0, 4.0)
+    assert all(map(torch.equal, before, after))
+
+
+@alone()
+def test_a_rate_on_the_device_has_come_to_the_host_before_it_is_read():
+    simdev.counting_group(0, 4)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)]
+    with simdev.Checker() as checker:
+        model = zm.shard(torch.nn.Sequential(*blocks), mesh_of(2, 2, device="simdev"), "host=1,node=3,cluster=1")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3, device="simdev"), fused=True)
+        for _ in range(2):
+            model(torch.ones(2, 8, device="simdev")).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine_of(model).at_rest()
+    require_clean(checker, "a rate on the device")
 
 
 @alone()

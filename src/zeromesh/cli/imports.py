@@ -14,7 +14,7 @@ def imports(
     file: Annotated[Path, typer.Argument(help="A DeepSpeed JSON, accelerate or FSDP YAML or torchtitan TOML file.")],
     mesh: MeshText = "",
 ) -> None:
-    """Print the strategy of another library's configuration, its keys as `zeromesh train` has them, and what is left.
+    """Print the strategy of another library's configuration, its keys as `zeromesh train` has them, and the others.
 
     Without --mesh the sizes are the file's own. Where it has none, a group of ranks that shard is taken to be a node.
     """

@@ -40,7 +40,7 @@ def probe(
     """Measure each level's latency and rate, and the devices, and write the cluster file that plan and simulate read.
 
     Alone it starts processes on this machine; under torchrun it measures all of its ranks. Without --mesh it finds the
-    levels itself, and says where each comes from and what it could not find.
+    levels itself, and says where each comes from and which it could not find.
     """
     from zeromesh.cli.measuring import mesh_of, starting_ranks
     from zeromesh.cli.workload import write

@@ -197,7 +197,7 @@ class Described:
         return planner.calibrate(hardware, planner.read_run(self.like, work.global_batch_tokens), strategy, predict)
 
     def simulated(self, spec: ModelSpec, hardware: Cluster, work: Workload, strategy: str) -> Choice:
-        """The best choice of what is left open, for a strategy or a file of one."""
+        """The best choice of all that is left open, for a strategy or a file of one."""
         from zeromesh import planner
         from zeromesh.planner.foreign import read_strategy
         from zeromesh.strategy import Strategy

@@ -61,7 +61,8 @@ class HostLink:
     def down(self, destination: Tensor, source: Tensor, *, accumulate: bool = False) -> None:
         """To the host. A copy may be on its way when this returns; a sum is there."""
         if accumulate:
-            destination.add_(torch.empty_like(destination, dtype=source.dtype).copy_(source))
+            here = source if source.is_cpu else torch.empty_like(destination, dtype=source.dtype).copy_(source)
+            destination.add_(here)
         else:
             destination.copy_(source, non_blocking=True)
         self._tell("down", source)

@@ -17,7 +17,7 @@ each operation of each parameter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,10 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
         return False
     if type(optimizer.state) is not States:
         optimizer.state = States(dict, optimizer.state)
+    own = dict(vars(optimizer))
+    if own.get("found_inf") is not None:
+        own["found_inf"] = own["found_inf"].clamp(max=1)  # GradScaler adds up devices; kernels skip a step for 1 alone
+    on_host = {name: _on_host(value) for name, value in own.items()}
     parts: dict[tuple[Any, int], _Part] = {}
     first = False
     for index, group in enumerate(optimizer.param_groups):
@@ -68,7 +72,8 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
                 continue
             key = (param.engine(), param.unit) if isinstance(param, ShardedParameter) and param.on_host else _HERE
             if key not in parts:
-                parts[key] = _Part(optimizer, hosted=key is not _HERE)
+                hosted = key is not _HERE
+                parts[key] = _Part(optimizer, on_host if hosted else own, hosted=hosted)
             if not parts[key].take(index, param, grad):
                 return False
             first = first or not dict.__contains__(optimizer.state, param)
@@ -87,13 +92,13 @@ class _Part:
 
     Args:
         optimizer: the whole one.
+        attributes: of its own, a GradScaler's numbers among them.
         hosted: whether they lie on the host.
     """
 
-    def __init__(self, optimizer: Optimizer, *, hosted: bool) -> None:
+    def __init__(self, optimizer: Optimizer, attributes: Mapping[str, Any], *, hosted: bool) -> None:
         self._whole, self._hosted = optimizer.state, hosted
         self._own: Any = object.__new__(type(optimizer))
-        attributes = {name: _copied(value) for name, value in vars(optimizer).items()}  # a GradScaler's numbers too
         vars(self._own).update(attributes, state=defaultdict(dict), param_groups=[])
         self._groups = optimizer.param_groups
         self._taken: dict[int, dict[str, Any]] = {}
@@ -102,7 +107,9 @@ class _Part:
     def take(self, index: int, param: Any, grad: Any) -> bool:
         """A parameter of the group of this index; whether its gradient is of its dtype, as torch wants it."""
         if index not in self._taken:
-            group = {key: _copied(value) for key, value in self._groups[index].items() if key != "params"}
+            group = {key: value for key, value in self._groups[index].items() if key != "params"}
+            if self._hosted:
+                group = {key: _on_host(value) for key, value in group.items()}
             # Not SGD's, which wants momenta of all parameters or of none.
             if self._hosted and "momentum" not in group and group.get("fused", False) is group.get("foreach") is None:
                 group["fused"] = True
@@ -134,5 +141,7 @@ class _Part:
                     MARKED[value] = param.elements
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _on_host(value: Any) -> Any:
+    """A copy of a number that the device may hold and others may change. It is there on return: torch's kernels there
+    would have it copied without waiting, and read at once."""
+    return value.to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -129,7 +129,7 @@ class Imported:
         return ",".join([f"{HOST}{self.host}"] * bool(self.host) + terms)
 
     def to_toml(self, mesh: Sizes = ()) -> str:
-        """The keys as a file of `zeromesh train`; comments say what is missing there."""
+        """The keys as a file of `zeromesh train`; comments list the keys without an equivalent."""
         sizes = [f"{name} = {size}" for name, size in reversed(mesh or self.mesh)]
         lines = [f"# from {self.source}", f"strategy = {json.dumps(self.strategy(mesh))}"]
         lines += [f"mesh = {{ {', '.join(sizes)} }}"] * bool(sizes)

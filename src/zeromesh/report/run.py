@@ -305,7 +305,7 @@ def comparison(memory: Sequence[Sequence[MemoryLine]], traffic: Sequence[Sequenc
 
 
 def places(directory: Path) -> str:
-    """A line that names what lies in a run's directory, as a path from here where that is shorter."""
+    """A line that names the files in a run's directory, by paths from here where these are shorter."""
     files = {"page": "run.html", "metrics": "metrics.jsonl", "checkpoints": "checkpoints"}
     found = {name: directory / file for name, file in files.items() if (directory / file).exists()}
     return ", ".join(f"{name} {min(str(path), os.path.relpath(path), key=len)}" for name, path in found.items())

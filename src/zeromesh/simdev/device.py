@@ -27,7 +27,7 @@ class Clock:
 
     Args:
         flops: FLOP/s of matrix products.
-        memory_bytes_per_s: of all other kernels, over what they read and write.
+        memory_bytes_per_s: of all other kernels, over the bytes that they read and write.
         host_copy_bytes_per_s: of copies between device and host, in each direction.
         host_memory_bytes_per_s: of operators on the host's memory, where it is virtual: a rank's share.
         dilation: seconds of the machine for one of the device. Links must be slower by as much.
@@ -153,7 +153,8 @@ def memory_stats(*, host: bool = False) -> MemoryStats:
     """Memory of the device, and its peak since `reset_peak_memory`.
 
     Args:
-        host: of the host of a virtual device instead: what was asked for as such, and what operators make of it.
+        host: of the host of a virtual device instead: memory that was asked for as the host's, and results of
+            operators on it.
     """
     stats = native().memory_stats(host)
     return MemoryStats(

@@ -193,7 +193,7 @@ class Trainer:
         self._stop_asked = False
 
     def run(self) -> bool:
-        """Runs all steps that are left; False if a signal ended the run, after it has saved what it had done.
+        """Runs all steps that are left; False if a signal ended the run, after it has saved the steps done.
 
         Raises:
             NonFiniteError, MismatchError: on all ranks, after what was being saved is complete.

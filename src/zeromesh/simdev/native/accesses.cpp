@@ -112,7 +112,7 @@ void touch(const Touch& touched, const Access& access, const Clock& clock) {
     }
     ++entry;
   }
-  // Whatever is issued later comes after what the host has done, and so does what it had waited for.
+  // All that is issued later comes after this access, and so does all that the host had waited for.
   if (access.stream != kHost) note(history[{touched.begin, touched.end}], access);
 }
 

@@ -6,7 +6,7 @@
 // stream comes after the accesses of all others: the next tensor there would be written over.
 //
 // Pinned memory of the host is held against the same clocks. Operators of the host touch it too, each at once: they race
-// with what the host has not waited for.
+// with device accesses that the host has not waited for.
 #pragma once
 
 #include <cstddef>

@@ -94,7 +94,7 @@ IValue changed(const IValue& value, const Change& change) {
   return value;
 }
 
-// That there are of it in memory, which an expanded one has less of.
+// Bytes of a tensor in memory, where an expanded one has fewer.
 double held_bytes(const at::Tensor& tensor) {
   auto bytes = static_cast<double>(tensor.itemsize());
   for (int64_t dim = 0; dim < tensor.dim(); ++dim)
@@ -266,7 +266,7 @@ class Call {
     if (recorder::on) recorder::kernel(c10::toString(schema_.operator_name()), arguments_, results);
   }
 
-  // Of a matrix product; 0 of all others.
+  // FLOPs of a matrix product; 0 for all other operators.
   double flops(const std::vector<IValue>& results) const {
     static const std::map<std::string, size_t> products{{"aten::mm", 0}, {"aten::bmm", 0}, {"aten::addmm", 1}, {"aten::baddbmm", 1}};
     const auto found = products.find(schema_.name());
@@ -443,7 +443,7 @@ bool passes_over(const c10::FunctionSchema& schema) {
   return asks || is_view(schema) || names.count(schema.name()) != 0;
 }
 
-// The host's operators on memory that the device copies from and to. What involves the device reports itself.
+// The host's operators on memory that the device copies from and to. Operators of the device report themselves.
 std::unique_ptr<at::ObserverContext> on_the_host(const at::RecordFunction& function) {
   const auto inputs = function.inputs();
   bool device = false;

@@ -53,7 +53,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) simdev::wait(number(stream), *static_cast<Event*>(event));
   }
-  // What is done may be relied on, as on a wait: without a wall clock, all that was issued.
+  // The caller may rely on a "yes" as on a wait; without a wall clock all that was issued is done.
   bool queryEvent(void* event) const override {
     if (event != nullptr && !wall::is_over(static_cast<Event*>(event)->mark)) return false;
     if (event != nullptr) host_waits_for(*static_cast<Event*>(event));

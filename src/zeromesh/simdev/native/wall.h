@@ -32,12 +32,12 @@ void host_works(double bytes);  // in the calling thread: [Note: The host]
 MarkPtr mark(int stream);
 void wait(int stream, const MarkPtr& mark);
 
-// [Note: Launch order]: what the stream does next begins once that of the last call has begun.
+// [Note: Launch order]: the next item of the stream begins once that of the last call has begun.
 void begin_in_order(int stream);
 void forget_order();
 
 bool is_over(const MarkPtr& mark);
-// The caller must not hold the device's lock. Raises what a job of any stream has raised.
+// The caller must not hold the device's lock. Raises the error of a job of any stream.
 void host_waits(const MarkPtr& mark);
 // Of the device; both are over.
 double seconds_between(const MarkPtr& from, const MarkPtr& to);
