@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from zeromesh.sharding import Sharding, shard
     from zeromesh.strategy import Part, Plan, Strategy
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _HOMES = {
     "Checkpoints": "zeromesh.checkpoint.checkpoints",
