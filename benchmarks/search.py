@@ -67,8 +67,10 @@ def searched(model: ModelSpec, cluster: Cluster, options: Options) -> Found:
     return search(model, cluster, workload, options=options)[0]
 
 
-def planned(model: ModelSpec, cluster: Cluster) -> Found:
-    return plan(model, cluster, Workload(seq_len=SEQ_LEN, global_batch_tokens=SEQ_LEN * cluster.world)).found
+def planned(model: ModelSpec, cluster: Cluster, sequences: int = 1) -> Found:
+    """`sequences`: of each device in a step."""
+    tokens = SEQ_LEN * cluster.world * sequences
+    return plan(model, cluster, Workload(seq_len=SEQ_LEN, global_batch_tokens=tokens)).found
 
 
 def stepped(model: ModelSpec, cluster: Cluster) -> None:
@@ -107,6 +109,8 @@ def main() -> None:
         timed("zeromesh plan --help", repeats, partial(command, "plan", "--help")),
         timed("zeromesh plan llama-13b on 1,024", repeats, partial(command, "plan", *asked, "--json")),
         timed("plan llama-13b on 1,024", repeats, partial(planned, small, two)),
+        timed("plan llama-13b on 16,384", repeats, partial(planned, small, three, 2)),
+        timed("plan llama-65b on 16,384", repeats, partial(planned, large, three, 2)),
         timed("search llama-65b on 16,384", repeats, partial(searched, large, three, Options())),
         timed("step of llama-65b on 1,024", repeats, partial(stepped, large, two)),
     ]

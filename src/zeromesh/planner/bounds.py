@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from math import ceil, inf
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -249,9 +251,8 @@ class Bounds:
         # A unit's transfers of experts come after its others, on the same lane.
         for experts, (own, _) in enumerate(self.elements.layouts(block)):
             of_part = np.zeros_like(lanes)
-            for level, stage, sizes, pieces in self._parts(own):
-                table = self._table(level, stage, bool(experts))
-                found = table[:, self._size_position[level][sizes], self._piece_position[pieces]]
+            for level, found, rows in self._by_level(own, bool(experts)):
+                found = found.take(rows, axis=1)
                 met(of_part[OVERLAPPING], found[OVERLAPPING], out=of_part[OVERLAPPING])
                 of_part[SUMMED] += found[SUMMED]
                 busy[level] += found[Row.BUSY_MICRO : Row.MEMORY_MICRO]
@@ -344,6 +345,27 @@ class Bounds:
                 yield level, Stage.ZERO, sizes[-1], pieces
                 pieces = pieces * np.where(by_level, sizes[-1], 1)
 
+    def _by_level(self, block: Block, experts: bool) -> Iterator[tuple[int, Floats, Integers]]:
+        """Each level with the rows of its parts together, a column for each way to cut it, and the column of each
+        layout: many layouts differ on other levels only."""
+        met = np.maximum if self.overlapping else np.add
+        count = len(divisors(self.cluster.world))  # of numbers of pieces
+        for level, parts in groupby(sorted(self._parts(block), key=itemgetter(0)), key=itemgetter(0)):
+            of_stages: list[tuple[Stage, Integers]] = []
+            columns = first = np.zeros(len(block), dtype=np.int64)
+            for _, stage, sizes, pieces in parts:
+                places = self._size_position[level][sizes] * count + self._piece_position[pieces]
+                places[sizes == 1] = 0  # which sends nothing, whatever its pieces
+                of_stages.append((stage, places))
+                columns, first = _distinct(columns * (count * len(divisors(self.cluster.levels[level].size))) + places)
+            found = np.zeros((len(Row), len(first)))
+            for stage, places in of_stages:
+                part = self._columns(level, stage, experts, places[first])
+                met(found[OVERLAPPING], part[OVERLAPPING], out=found[OVERLAPPING])
+                found[SUMMED.start : Row.ADDING] += part[SUMMED.start : Row.ADDING]
+                found[Row.ADDING] = np.maximum(found[Row.ADDING], part[Row.ADDING])
+            yield level, found, columns
+
     def _sums_by_level(self, block: Block) -> npt.NDArray[np.bool_]:
         """Whether each replicated level of a layout leaves a share to the next: not where one inside of another is
         quantised ([Note: By level])."""
@@ -364,11 +386,17 @@ class Bounds:
     def _size_position(self) -> list[Integers]:
         return [_positions(divisors(level.size)) for level in self.cluster.levels]
 
-    def _table(self, level: int, stage: Stage, experts: bool) -> Floats:
-        key = (*self._sent[experts], level, stage)
-        if key not in self.known.tables:
-            self.known.tables[key] = self._filled(level, stage, experts)
-        return self.known.tables[key]
+    def _columns(self, level: int, stage: Stage, experts: bool, places: Integers) -> Floats:
+        """Columns of a table by places: size of a part, then pieces of its region."""
+        sizes, pieces = divisors(self.cluster.levels[level].size), divisors(self.cluster.world)
+        table = self.known.tables.setdefault((*self._sent[experts], level, stage), {0: [0.0] * len(Row)})
+        columns, first = _distinct(places)
+        wanted = places[first].tolist()
+        for place in wanted:
+            if place not in table:
+                axis = self._axis(level, stage, sizes[place // len(pieces)])
+                table[place] = self._part(axis, pieces[place % len(pieces)], experts)
+        return np.array([table[place] for place in wanted]).reshape(-1, len(Row)).T.take(columns, axis=1)
 
     @cached_property
     def _sent(self) -> dict[bool, tuple[object, ...]]:
@@ -378,15 +406,6 @@ class Bounds:
             part: (*place, self.elements.total[part], *((u.kind, u.count, *numels[id(u)]) for u in self.model.units))
             for part, numels in self.elements.by_unit.items()
         }
-
-    def _filled(self, level: int, stage: Stage, experts: bool) -> Floats:
-        sizes, pieces = divisors(self.cluster.levels[level].size), divisors(self.cluster.world)
-        filled = np.zeros((len(Row), len(sizes), len(pieces)))
-        for i, size in enumerate(sizes):
-            for j, piece in enumerate(pieces):
-                if size > 1 and self.cluster.world % (size * piece) == 0:
-                    filled[:, i, j] = self._part(self._axis(level, stage, size), piece, experts)
-        return filled
 
     def _part(self, axis: Axis, pieces: int, experts: bool) -> list[float]:
         """One column of a table."""
@@ -527,3 +546,14 @@ def _positions(values: Sequence[int]) -> Integers:
     table = np.zeros(max(values) + 1, dtype=np.int64)
     table[list(values)] = np.arange(len(values))
     return table
+
+
+def _distinct(keys: Integers) -> tuple[Integers, Integers]:
+    """Numbers from 0 on, equal for equal keys, and where each number stands; keys are small enough to index by."""
+    found = np.zeros(keys.max(initial=0) + 1, dtype=np.int64)
+    found[keys] = 1
+    used = np.flatnonzero(found)
+    found[used] = np.arange(len(used))
+    numbers, first = found[keys], np.zeros(len(used), dtype=np.int64)
+    first[numbers] = np.arange(len(keys))
+    return numbers, first

@@ -56,6 +56,7 @@ def hosted_kinds(host: Stage) -> int:
     return host.shards_params + host.shards_grads + host.shards_states
 
 
+@cache
 def divisors(number: int) -> tuple[int, ...]:
     return tuple(size for size in range(1, number + 1) if number % size == 0)
 

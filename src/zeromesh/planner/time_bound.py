@@ -229,7 +229,7 @@ class Known:
     """
 
     seconds: dict[tuple[object, ...], list[MicroBatchSeconds]] = field(default_factory=dict)
-    tables: dict[tuple[object, ...], Floats] = field(default_factory=dict)
+    tables: dict[tuple[object, ...], dict[int, list[float]]] = field(default_factory=dict)
 
 
 def operations(stage: Stage) -> Iterator[tuple[Operation, bool]]:

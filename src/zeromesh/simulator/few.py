@@ -7,6 +7,7 @@ from math import lcm
 
 from zeromesh.cost.constants import Constants
 from zeromesh.model import UnitKind
+from zeromesh.schedule import PointKind
 from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.simulator.division import Division, Part
 from zeromesh.simulator.mechanics import Mechanics
@@ -50,17 +51,33 @@ def _step_s(setup: Setup, idle_s: float, engine: str | Mechanics) -> float | Non
         return None
     part = _with_blocks(setup.part, few)
     short = Setup.of(setup.division, part, setup.strategy, setup.workload, engine, setup.constants)
-    of_all, of_few = Repeats(row=row, period=period), Repeats(row=row[:few], period=period)
-    Step(setup, False, idle_s, of_all).run_first_forward()
+    of_few = Repeats(row=row[:few], period=period)
     step = Step(short, False, idle_s, of_few)
     step.run()
-    if of_all.first is None or of_few.first is None or of_few.seconds is None:
+    if of_few.seconds is None:
         return None
-    (state, first_s), (short_state, short_first_s) = of_all.first, of_few.first
-    if state != short_state:
+    times = (len(row) - few) // period
+    first_s = of_few.repetition_s(of_few.first) if _starts_alike(setup, short) else None
+    if first_s is not None:
+        more_s: float | None = times * first_s
+    else:
+        more_s = _more_of_first_s(setup, of_few, Repeats(row=row, period=period))
+    if more_s is None:
         return None
-    later_s = (len(row) - few) // period * of_few.seconds
-    return step.step_s + first_s - short_first_s + later_s + setup.optimizer_seconds() - short.optimizer_seconds()
+    return step.step_s + more_s + times * of_few.seconds + setup.optimizer_seconds() - short.optimizer_seconds()
+
+
+def _starts_alike(setup: Setup, short: Setup) -> bool:
+    """Whether a step begins with the same refreshes in flight, however many blocks there are."""
+    every = [len(each.schedule.ops(PointKind.STEPPED)) for each in (setup, short)]
+    return setup.mechanics.windowed and setup.schedule.memory.host is None and every[0] == every[1]
+
+
+def _more_of_first_s(setup: Setup, of_few: Repeats, of_all: Repeats) -> float | None:
+    """Seconds that the first forward takes more with all blocks."""
+    Step(setup, False, 0.0, of_all).run_first_forward()
+    (state, first_s), (short_state, short_first_s) = of_all.first[-1], of_few.first[-1]
+    return first_s - short_first_s if state == short_state else None
 
 
 def _row(setup: Setup) -> range:

@@ -7,9 +7,9 @@ A few are simulated and looked through for such a state in every phase; if each 
 theirs plus that many repetitions, and exact. Slots take turns, so states can only be equal where the same slots are
 next (`period`). Where a queue grows from block to block, no state comes back, and all blocks have to be simulated.
 
-The first forward is another matter: refreshes are in flight as it begins, in other engines those of all units, so that
-more blocks change the traffic beside its first ones. It is simulated with all of them, and must come to the state that
-it comes to with few.
+The first forward is another matter: refreshes are in flight as it begins. Where those are of all units, more blocks
+change the traffic beside its first ones: it is then simulated with all of them, and must come to the state that it
+comes to with few.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Repeats:
         row: the blocks, by unit.
         period: blocks after which the same slots are next.
         seconds: of `period` blocks more, in all phases but the first so far; None where one did not come back.
-        first: state and time in which the last block's first forward begins.
+        first: states and times in which the first forwards begin, up to the last block's.
     """
 
     row: range
     period: int
     seconds: float | None = 0.0
-    first: tuple[object, float] | None = None
+    first: list[tuple[object, float]] = field(default_factory=list)
     _phases: dict[bool, list[tuple[object, float]]] = field(default_factory=lambda: {True: [], False: []})
     _last_s: float = 0.0
 
@@ -48,14 +48,12 @@ class Repeats:
         """The unit's forward or backward begins."""
         if unit not in self.row or self.seconds is None:
             return
-        if self.first is not None:
-            self._phases[forward].append((self._state(unit, interpreter, backend), backend.now_s))
-        elif unit == self.row[-1]:
-            self.first = self._state(unit, interpreter, backend), backend.now_s
+        marks = self.first if len(self.first) < len(self.row) else self._phases[forward]
+        marks.append((self._state(unit, interpreter, backend), backend.now_s))
 
     def end_micro_batch(self, times: int = 1) -> None:
         """Ends `times` alike micro-batches."""
-        found = [self._repetition_s(marks) for marks in self._phases.values() if marks]
+        found = [self.repetition_s(marks) for marks in self._phases.values() if marks]
         for marks in self._phases.values():
             marks.clear()
         if found:
@@ -65,7 +63,8 @@ class Repeats:
         if self.seconds is not None:
             self.seconds += times * self._last_s
 
-    def _repetition_s(self, marks: Sequence[tuple[object, float]]) -> float | None:
+    def repetition_s(self, marks: Sequence[tuple[object, float]]) -> float | None:
+        """Seconds of `period` blocks in the phase of these marks."""
         for (state, earlier_s), (later, later_s) in reversed(list(zip(marks, marks[self.period :], strict=False))):
             if state == later:
                 return later_s - earlier_s
