@@ -163,9 +163,8 @@ class Ours:
         schedule = engine_of(self.model).schedule
         lines = zm.memory_report(self.model, self.optimizer)
         total = sum(line.allocated_bytes for line in lines if line.kind == "total")
-        return total - sum(schedule.memory.workspace.values()), sent_bytes_per_axis(
-            schedule, micro_batches=len(self.data)
-        )
+        workspace = sum(schedule.memory.workspace.values())
+        return total - workspace, sent_bytes_per_axis(schedule, micro_batches=len(self.data))
 
 
 def rank_program(args: argparse.Namespace) -> None:

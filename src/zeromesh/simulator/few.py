@@ -57,14 +57,11 @@ def _step_s(setup: Setup, idle_s: float, engine: str | Mechanics) -> float | Non
     if of_few.seconds is None:
         return None
     times = (len(row) - few) // period
-    first_s = of_few.repetition_s(of_few.first) if _starts_alike(setup, short) else None
-    if first_s is not None:
-        more_s: float | None = times * first_s
-    else:
-        more_s = _more_of_first_s(setup, of_few, Repeats(row=row, period=period))
-    if more_s is None:
+    again_s = of_few.repetition_s(of_few.first) if _starts_alike(setup, short) else None
+    first_s = _more_of_first_s(setup, of_few, row) if again_s is None else times * again_s
+    if first_s is None:
         return None
-    return step.step_s + more_s + times * of_few.seconds + setup.optimizer_seconds() - short.optimizer_seconds()
+    return step.step_s + first_s + times * of_few.seconds + setup.optimizer_seconds() - short.optimizer_seconds()
 
 
 def _starts_alike(setup: Setup, short: Setup) -> bool:
@@ -73,8 +70,9 @@ def _starts_alike(setup: Setup, short: Setup) -> bool:
     return setup.mechanics.windowed and setup.schedule.memory.host is None and every[0] == every[1]
 
 
-def _more_of_first_s(setup: Setup, of_few: Repeats, of_all: Repeats) -> float | None:
-    """Seconds that the first forward takes more with all blocks."""
+def _more_of_first_s(setup: Setup, of_few: Repeats, row: range) -> float | None:
+    """Seconds that the first forward takes more with all blocks, those of `row`."""
+    of_all = Repeats(row=row, period=of_few.period)
     Step(setup, False, 0.0, of_all).run_first_forward()
     (state, first_s), (short_state, short_first_s) = of_all.first[-1], of_few.first[-1]
     return first_s - short_first_s if state == short_state else None
