@@ -12,7 +12,7 @@ medians. Goal: at most 1.01. Host time is the time until a step returns, with se
 up.
 
     setting         zeromesh                     plain PyTorch     FSDP2
-    fp32            fp32                         fp32              fp32
+    fp32            fp32                         fp32              fp32  (FSDP2+host: with CPUOffloadPolicy)
     bf16+masters    param_dtype=bf16             autocast          MixedPrecisionPolicy(param_dtype=bf16)
     bf16            masters and gradients too    model.bfloat16()  model.bfloat16()
 
@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeromesh as zm
@@ -60,7 +60,7 @@ MODELS = SHAPES | {
     "1.3B": LlamaShape(hidden=2048, intermediate=5504, layers=24, heads=16, vocab=32000),
 }
 SETTINGS = ("fp32", "bf16+masters", "bf16")
-PEERS = ("plain", "FSDP2")
+PEERS = ("plain", "FSDP2", "FSDP2+host")
 BF16 = torch.bfloat16
 OURS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -87,11 +87,12 @@ def make_step(side: str, setting: str, args: argparse.Namespace, *, keep_grads: 
         mesh = init_device_mesh(args.device, (args.ranks,), mesh_dim_names=("node",)) if args.ranks > 1 else None
         zm.shard(model, mesh, side, **OURS[setting])
         context = lambda last: zm.accumulate(model, last=last)  # noqa: E731
-    elif side == "FSDP2":
+    elif side != "plain":
         mesh = init_device_mesh(args.device, (args.ranks,))
         policy = MixedPrecisionPolicy(param_dtype=BF16 if setting == "bf16+masters" else None)
+        offload = CPUOffloadPolicy() if side == "FSDP2+host" else OffloadPolicy()
         for module in (*model.layers, model.embed_tokens, model.lm_head, model):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
     casts = side == "plain" and setting == "bf16+masters"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(0)
@@ -240,7 +241,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=1, help="of which this process is one")
     parser.add_argument("--strategies", nargs="+", default=["node=3"], help="of zeromesh, on one axis, node")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=["plain", "FSDP2"])
     parser.add_argument("--side", help="print only this side's peak")
     parser.add_argument("--out", default="")
     args = parser.parse_args()

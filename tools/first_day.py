@@ -107,7 +107,7 @@ def parts(devices: int, kind: str) -> list[Part]:
     cuda, share = devices > 0 and kind == "cuda", devices < 2
     device = f"benchmarks/device.py --out {{out}} --device {'cuda' if devices else 'cpu'}"
     tiny = "--settings bf16+masters --model tiny --sequences 1 --tokens 16 --pairs 2"
-    sizes = "--settings bf16+masters --pairs 15" if devices else tiny
+    sizes = "--settings bf16+masters --pairs 6" if devices else tiny
     strategies = "node=3 node[4]=3,node[2]=1 node=0 node=3@int8/int4" if devices else "node=3"
     mesh = f"node={devices}" if not share else "cluster=2,node=2" if devices else "node=2"
     ranks = devices if not share else 4 if devices else 2
@@ -120,7 +120,7 @@ def parts(devices: int, kind: str) -> list[Part]:
             name="fake",
             command=f"{device} {sizes} --ranks 8 --peers FSDP2 --strategies {strategies}",
             judge=judge_device if devices else judge_state,
-            limit_s=150.0,
+            limit_s=240.0,
             here=cuda or not devices,
         ),
         # Numbers, bytes and memory of every stage over the device's own collectives.
@@ -136,7 +136,16 @@ def parts(devices: int, kind: str) -> list[Part]:
             judge=judge_kernels,
             here=cuda,
         ),
-        # The next two: four ranks share a device over gloo; the allocator's bytes, then numbers under delays.
+        # A rank's states, then its gradients too, in the host's memory, beside FSDP2 with CPUOffloadPolicy.
+        Part(
+            name="host",
+            command=f"{device} --settings bf16+masters --pairs 4 --model 1.3B --sequences 2 --ranks 8 "
+            "--peers FSDP2+host --strategies host=1,node=3 host=2,node=3",
+            judge=judge_state,
+            limit_s=150.0,
+            here=cuda,
+        ),
+        # The next two: four ranks share a device; the allocator's bytes, then numbers under delays.
         Part(name="memory", command=f"{PYTEST} tests/gpu/test_memory.py", limit_s=600.0, here=cuda),
         Part(
             name="parity",

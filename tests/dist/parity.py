@@ -9,6 +9,7 @@ the whole state dict.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ import zeromesh as zm
 from tests.dist.pool import kept
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.param import ShardedParameter
+from zeromesh.launch.device import SHARE, set_variables
 
 STRATEGIES = ("node=3,cluster=1", "node=3,cluster=3", "node=0,cluster=1")
 """The main job's; every parameter in four parts; no parameter sharded."""
@@ -43,6 +45,8 @@ ONE_AXIS = ("node=3", "node=0", "node=3d", "node=3k")
 def mesh_of(*shape: int, device: str = "cpu") -> DeviceMesh:
     """A mesh with the shape given innermost first, made once: node, cluster, region, site. Ranks share devices."""
     if device == "cuda":
+        os.environ[SHARE] = "1"
+        set_variables(dist.get_rank())
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     names = ("node", "cluster", "region", "site")[: len(shape)]
     return kept(init_device_mesh, device, tuple(reversed(shape)), mesh_dim_names=tuple(reversed(names)))

@@ -93,6 +93,7 @@ class _Job:
     world: int
     store: str
     timeout_s: float
+    backend: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +117,19 @@ class Pool:
         self._workers: list[_Worker] = []
         self._directory = Path(tempfile.mkdtemp(prefix="zeromesh-pool-"))
         self._numbers = itertools.count()
-        self._group: tuple[int, float, str] | None = None
+        self._group: tuple[tuple[int, float, str], str] | None = None
         self._calls = 0
 
     def run(
-        self, world: int, fn: Body, /, *args: Any, timeout_s: float = TIMEOUT_S, spoils: bool = False, **kwargs: Any
+        self,
+        world: int,
+        fn: Body,
+        /,
+        *args: Any,
+        timeout_s: float = TIMEOUT_S,
+        spoils: bool = False,
+        backend: str = "gloo",
+        **kwargs: Any,
     ) -> list[Any]:
         """Runs `fn(*args, **kwargs)` on ranks 0 to world - 1.
 
@@ -129,6 +138,7 @@ class Pool:
             fn: a function at the top level of an importable module.
             timeout_s: for the whole call, and for each collective of the default group.
             spoils: the process group cannot be used by later calls.
+            backend: of the default group.
 
         Returns:
             The results, by rank.
@@ -143,8 +153,9 @@ class Pool:
             name=fn.__qualname__,
             payload=pickle.dumps((args, kwargs)),
             world=world,
-            store=self._store(world, timeout_s),
+            store=self._store(world, timeout_s, backend),
             timeout_s=timeout_s,
+            backend=backend,
         )
         try:
             outcomes = self._exchange(self._first(world), pickle.dumps(job), timeout_s)
@@ -174,10 +185,10 @@ class Pool:
         self.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _store(self, world: int, timeout_s: float) -> str:
-        if self._group is None or self._group[:2] != (world, timeout_s):
-            self._group = world, timeout_s, str(self._directory / f"store-{next(self._numbers)}")
-        return self._group[2]
+    def _store(self, *group: *tuple[int, float, str]) -> str:
+        if self._group is None or self._group[0] != group:
+            self._group = group, str(self._directory / f"store-{next(self._numbers)}")
+        return self._group[1]
 
     def _first(self, world: int) -> list[_Worker]:
         if not 1 <= world <= MAX_WORLD:
@@ -214,7 +225,7 @@ class Pool:
 
 
 def on_ranks(
-    world: int, *, timeout_s: float = TIMEOUT_S, spoils: bool = False
+    world: int, *, timeout_s: float = TIMEOUT_S, spoils: bool = False, backend: str = "gloo"
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """A test that runs on every rank of a world of this size."""
 
@@ -223,7 +234,7 @@ def on_ranks(
 
         @functools.wraps(fn)
         def test(*args: P.args, **kwargs: P.kwargs) -> None:
-            shared().run(world, fn, *args, timeout_s=timeout_s, spoils=spoils, **kwargs)
+            shared().run(world, fn, *args, timeout_s=timeout_s, spoils=spoils, backend=backend, **kwargs)
 
         return test
 
@@ -328,19 +339,20 @@ def _perform(rank: int, job: _Job) -> Any:
     module = importlib.import_module(job.module)
     fn = _bodies.get((job.module, job.name)) or getattr(module, job.name)
     args, kwargs = pickle.loads(job.payload)
-    _join(rank, job.store, job.world, timedelta(seconds=job.timeout_s))
+    _join(rank, job)
     with warnings.catch_warnings():
         warnings.simplefilter(os.environ.get("ZEROMESH_TEST_WARNINGS", "error"))  # type: ignore[arg-type]  # "default"
         return fn(*args, **kwargs)
 
 
-def _join(rank: int, path: str, world: int, timeout: timedelta) -> None:
-    if _joined == [path]:
+def _join(rank: int, job: _Job) -> None:
+    if _joined == [job.store]:
         return
     _leave()  # not at the end of the last call: a rank that is done must not leave while others still join
-    store = dist.FileStore(path, world)  # type: ignore[attr-defined]  # torch does not list it in __all__
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    _joined[:] = [path]
+    store = dist.FileStore(job.store, job.world)  # type: ignore[attr-defined]  # torch does not list it in __all__
+    timeout = timedelta(seconds=job.timeout_s)
+    dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world, timeout=timeout)
+    _joined[:] = [job.store]
 
 
 def _leave() -> None:

@@ -87,7 +87,7 @@ def test_messages_and_values_equal_those_of_torch(form, numel, dtype):
 def test_error_feedback_equals_that_of_torch(form):
     results = []
     for quantiser, device in both(form, LONG):
-        sent, lost = room(form, LONG, device), random(LONG, 3, device) / 50
+        sent, lost = room(form, LONG, device), (random(LONG, 3) / 50).to(device)
         quantiser.quantise(random(LONG, 2, device), sent, lost)
         results.append((sent.cpu(), lost.cpu()))
     assert torch.equal(results[1][0], results[0][0])
@@ -99,7 +99,7 @@ def test_messages_of_all_ranks_equal_those_of_torch(form):
     numel, chunk, results = 3 * LONG, LONG, []
     for quantiser, device in both(form, chunk):
         rounds = torch.zeros(2, 3, form.message_bytes(chunk) + 64, dtype=torch.uint8, device=device).unbind()
-        wholes = [random(numel, 1, device), random(numel, 2, device) / 50, torch.zeros(numel, device=device)]
+        wholes = [random(numel, 1, device), (random(numel, 2) / 50).to(device), torch.zeros(numel, device=device)]
         sources, residuals, targets = (
             [whole[index * chunk : (index + 1) * chunk] for index in range(3)] for whole in wholes
         )
@@ -152,7 +152,7 @@ def test_sums_that_go_on_are_the_sums_quantised(form, own_index, feedback):
     results = []
     for quantiser, device in both(form, LONG):
         out, sent = random(before + LONG + 1, 20, device), room(form, LONG, device)
-        own, lost = out[part].copy_(random(LONG, 10 + own_index)), random(LONG, 21, device) / 50
+        own, lost = out[part].copy_(random(LONG, 10 + own_index)), (random(LONG, 21) / 50).to(device)
         target = Target(out=out, scale=scale, accumulate=False)
         owed = lost if feedback else None
         quantiser.requantise(messages.to(device), own, own_index, target, part, sent, owed)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zeromesh as zm
 from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
-from tests.gpu.conftest import TIMEOUT_S
+from tests.gpu.conftest import NATIVE, TIMEOUT_S
 from zeromesh.trace import MemoryLine
 
 WIDTH = 256
@@ -77,7 +77,7 @@ def sharded(strategy: str) -> nn.Module:
         *("host=1,node=3,cluster=1", "host=3,node=3,cluster=3", "node=3,cluster=3h"),
     ],
 )
-@on_ranks(4, timeout_s=TIMEOUT_S - 20.0)
+@on_ranks(4, timeout_s=TIMEOUT_S - 20.0, backend=NATIVE)
 def test_the_allocator_was_asked_for_what_was_predicted(strategy):
     model = sharded(strategy)  # libraries take their workspaces once, from torch's allocator
     train(model, torch.optim.AdamW(model.parameters()))
@@ -97,7 +97,7 @@ def test_the_allocator_was_asked_for_what_was_predicted(strategy):
     assert abs(requested_bytes() - before) <= WORDS_BYTES
 
 
-@on_ranks(4, timeout_s=TIMEOUT_S - 20.0)
+@on_ranks(4, timeout_s=TIMEOUT_S - 20.0, backend=NATIVE)
 def test_steps_take_no_more_memory_than_the_first():
     model = sharded("node=3,cluster=1")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)

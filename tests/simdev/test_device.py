@@ -43,6 +43,23 @@ def test_kernels_compute():
 
 
 @alone()
+def test_tensors_of_two_devices_are_refused():
+    ours, theirs = torch.ones(2, device="simdev"), torch.ones(2)
+    one = torch.ones((), device="simdev")
+    for mix in (
+        lambda: ours + theirs,
+        lambda: theirs.mul_(one),
+        lambda: torch.stack([one, torch.ones(())]),
+        lambda: torch._foreach_mul_([theirs, ours], one),
+    ):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            mix()
+    torch._foreach_copy_([ours], [theirs])
+    torch._foreach_mul_([ours, theirs], 2.0)
+    assert (ours * torch.tensor(2.0))[torch.tensor([1])].item() == 4 and theirs.tolist() == [2, 2]
+
+
+@alone()
 def test_torch_takes_it_for_an_accelerator():
     simdev.start()
     module = torch.get_device_module("simdev")

@@ -283,8 +283,9 @@ def clip_grad_norm_(
             f"the gradients' norm is {float(total)}, so they cannot be clipped; drop error_if_nonfinite to go on"
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for own in filter(None, grads):
-        torch._foreach_mul_(own, factor.to(own[0].device))
+    for own in grads:
+        for device in {grad.device for grad in own}:
+            torch._foreach_mul_([grad for grad in own if grad.device == device], factor.to(device))
     return total
 
 

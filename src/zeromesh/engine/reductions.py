@@ -81,10 +81,12 @@ def _largest(values: Tensor, span: Span) -> Tensor:
 def _powers(slices: Sequence[Tensor], order: float) -> Tensor:
     """Sums of p-th powers of magnitudes (infinity: the largest), in fp64: squares of fp32 neither overflow nor round. A
     few kernels for all slices, which are as many as a model has parameters."""
-    nothing = torch.zeros((), dtype=torch.float64, device=slices[0].device)
+    # Where some lie on the host, the ranks exchange numbers of the device.
+    device = max((tensor.device for tensor in slices), key=lambda each: each.type != "cpu")
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
     filled = [tensor for tensor in slices if tensor.numel()]
     found = iter(torch._foreach_norm(filled, order, torch.float64) if filled else ())
-    norms = torch.stack([next(found) if tensor.numel() else nothing for tensor in slices])
+    norms = torch.stack([next(found).to(device) if tensor.numel() else nothing for tensor in slices])
     return norms if math.isinf(order) else norms.pow(order)
 
 

@@ -54,10 +54,10 @@ def make(
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[float]:
     """Some steps, each rank on its own data; this rank's losses."""
-    losses = []
+    losses, device = [], next(model.buffers()).device  # parameters may lie on the host
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-        tokens = torch.randint(0, 11, (4,), generator=generator).to(next(model.parameters()).device)
+        tokens = torch.randint(0, 11, (4,), generator=generator).to(device)
         loss = nn.functional.cross_entropy(model(tokens), tokens)
         loss.backward()
         optimizer.step()

@@ -540,7 +540,8 @@ class Comparison:
         if self.case.precision == "fp64":
             self._elementwise(what, pairs)
             return
-        squares = torch.stack([(got.double() - e.double()).square().sum() for got, e in pairs.values()])
+        device = self.case.device
+        squares = torch.stack([(got.double() - e.double()).square().sum().to(device) for got, e in pairs.values()])
         dist.all_reduce(squares)  # every element once for each of its replicas
         layout = self.engine.schedule.layout
         errors = (squares / layout.degree(layout.replica_axes)).sqrt().tolist()

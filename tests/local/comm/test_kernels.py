@@ -75,12 +75,12 @@ def instructions(cubin: bytes, file: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "bits", "options", "most", "widest"),
     [
-        ("quantise", 8, {"STOCHASTIC": False, "FEEDBACK": False}, 21, "LDG.E.128"),
-        ("dequantise", 8, {}, 8, "STG.E.128"),
-        ("reduce", 8, {"TERMS": 2, "ACCUMULATE": False}, 18, "LDG.E.128"),
-        ("requantise", 8, {"STOCHASTIC": True, "TERMS": 2, "FEEDBACK": False}, 51, "LDG.E.128"),
-        ("quantise", 4, {"STOCHASTIC": True, "FEEDBACK": False}, 40, "LDG.E.128"),
-        ("requantise", 4, {"STOCHASTIC": True, "TERMS": 4, "FEEDBACK": True}, 58, "LDG.E.128"),
+        ("quantise", 8, {"STOCHASTIC": False, "FEEDBACK": False}, 16, "LDG.E.128"),
+        ("dequantise", 8, {}, 7, "STG.E.128"),
+        ("reduce", 8, {"TERMS": 2, "ACCUMULATE": False}, 17, "LDG.E.128"),
+        ("requantise", 8, {"STOCHASTIC": True, "TERMS": 2, "FEEDBACK": False}, 43, "LDG.E.128"),
+        ("quantise", 4, {"STOCHASTIC": True, "FEEDBACK": False}, 30, "LDG.E.128"),
+        ("requantise", 4, {"STOCHASTIC": True, "TERMS": 4, "FEEDBACK": True}, 49, "LDG.E.128"),
     ],
 )
 def test_machine_code(name, bits, options, most, widest, tmp_path):

@@ -101,7 +101,7 @@ def test_goals_of_a_device() -> None:
 
 def test_parts_fit_the_machine() -> None:
     one = [each.name for each in parts(1, "cuda")]
-    assert one == ["smoke", "fake", "ranks", "kernels", "memory", "parity", "device"]
+    assert one == ["smoke", "fake", "ranks", "kernels", "host", "memory", "parity", "device"]
     several = parts(8, "cuda")
     assert [each.name for each in several] == [*one, "bench"]
     assert [each.name for each in parts(8, "xpu")] == ["ranks", "bench"]

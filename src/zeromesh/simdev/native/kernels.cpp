@@ -76,6 +76,12 @@ bool reads_on_host(const std::string& name) {
   return names.count(name) != 0;
 }
 
+// Operators that take tensors of the host beside the device's: indices, and copies.
+bool takes_both(const std::string& name) {
+  static const std::set<std::string> names{"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::_foreach_copy_"};
+  return names.count(name) != 0;
+}
+
 // Applies `change` to every tensor of a value.
 template <typename Change>
 IValue changed(const IValue& value, const Change& change) {
@@ -126,6 +132,7 @@ class Call {
 
   std::vector<IValue> run() {
     const std::string& name = schema_.name();
+    if (!takes_both(name)) require_one_device();
     const InHostMemory results_too(is_of_host());
     if (reads_on_host(name)) {
       checker::host_read(name, current_stream(), 0);
@@ -144,6 +151,33 @@ class Call {
   }
 
  private:
+  // A device refuses tensors of the host beside its own, but for numbers. Lists are taken element by element.
+  void require_one_device() const {
+    std::vector<bool> ours, theirs;
+    bool one = false, other = false;  // beside the lists
+    const bool listed = schema_.name().rfind("aten::_foreach_", 0) == 0;
+    const auto count = [](const at::Tensor& tensor, auto&& device, auto&& host) {
+      if (on_device(tensor)) device = true;
+      if (tensor.defined() && tensor.device().is_cpu() && tensor.dim() != 0) host = true;
+    };
+    for (const auto& value : arguments_) {
+      size_t index = 0;
+      changed(value, [&](const at::Tensor& tensor) {
+        if (!listed || !value.isTensorList()) {
+          count(tensor, one, other);
+        } else {
+          if (index == ours.size()) ours.push_back(false), theirs.push_back(false);
+          count(tensor, ours[index], theirs[index]);
+          ++index;
+        }
+        return tensor;
+      });
+    }
+    bool mixed = one && other;
+    for (size_t i = 0; i < ours.size(); ++i) mixed = mixed || ((one || ours[i]) && (other || theirs[i]));
+    TORCH_CHECK(!mixed, "Expected all tensors to be on the same device, but ", schema_.operator_name(), " got some on the simulated device and others on the host");
+  }
+
   // [Note: The host]. A number beside it may be anywhere.
   bool is_of_host() const {
     for (const auto& operand : operands_)
