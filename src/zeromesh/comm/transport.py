@@ -15,9 +15,8 @@ all-to-all, which is as fast or faster there; it is half-duplex from 256 KiB on 
 200 Mbit/s: 79 ms, in pieces 43; behind 1 Gbit/s 17 and 10; on loopback alike). Gathers gain nothing: gloo's all-gather
 is a ring of dependent steps. An fp32 all-reduce is gloo's own, a pipelined ring at line rate.
 
-[Note: Host copies] Messages of a device's tensors go through pinned host memory. This serves tests of the CUDA engine
-with several processes on one device, where NCCL cannot be used. It allocates, and it blocks the host until all ranks
-have exchanged; nobody should train like this.
+[Note: Host copies] Messages of a device's tensors go through pinned host memory. This serves tests with several
+processes on one device. It allocates, and blocks the host until all ranks have exchanged: not for training.
 """
 
 from __future__ import annotations
