@@ -69,6 +69,17 @@ OURS: dict[str, dict[str, Any]] = {
 }
 
 
+class WithLoss(nn.Module):
+    """Token ids to their loss, whose tensors in fp32 are part of the peak."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.model = Llama(shape)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.model, ids)
+
+
 def make_model(args: argparse.Namespace, setting: str) -> nn.Module:
     torch.manual_seed(0)
     model = Llama(MODELS[args.model]).to(args.device)
@@ -201,7 +212,7 @@ def predicted_peak(strategy: str, setting: str, args: argparse.Namespace) -> flo
         master_dtype=wide,
     )
     with torch.device("meta"):
-        model = Llama(MODELS[args.model])
+        model = WithLoss(MODELS[args.model])
     choice = zm.simulate(model, "h100-8x-ndr", workload, f"{strategy},cluster=0", world=args.ranks)
     memory = choice.simulation.memory
     return memory.total - memory.overhead

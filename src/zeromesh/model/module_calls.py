@@ -23,8 +23,11 @@ _FINITE = {"isnan": False, "isinf": False, "isfinite": True}
 
 
 class _Calls(TorchFunctionMode):
-    """Counts calls, knows that numbers are finite, casts as autocast would where dtypes do not fit, and has no
-    dropout in attention: the CPU's fused one falls back to scores for it, where an accelerator's keeps a seed alone."""
+    """Counts calls, knows that numbers are finite, and casts as autocast would where dtypes do not fit.
+
+    Has no dropout in attention: the CPU's fused one falls back to scores for it, where an accelerator's keeps a seed
+    alone. Has one kernel for RMSNorm: the CPU composes it of others, which keep copies in fp32.
+    """
 
     def __init__(self, values: KnownValues, dtype: torch.dtype, count: Callable[[], None]) -> None:
         super().__init__()
@@ -37,6 +40,8 @@ class _Calls(TorchFunctionMode):
         given = dict(kwargs or {})
         if func is torch.nn.functional.scaled_dot_product_attention:
             given["dropout_p"] = 0.0
+        if func in (torch.rms_norm, torch.nn.functional.rms_norm):
+            func = _rms_norm
         if func is Tensor.__format__ and args[0].ndim == 0:  # torch writes a fake one's kind, not its value
             return format(args[0].item(), *args[1:])
         name = getattr(func, "__name__", "")
@@ -71,6 +76,27 @@ class _Calls(TorchFunctionMode):
             self._values.assume(f"{told}: without it this model does not run")
             return out
         raise error
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Its shapes, and tensors that it keeps: the input, and a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, rows: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(values, rows, weight)
+        return torch.neg(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        values, _, weight = ctx.saved_tensors
+        return grad * values, None, None if weight is None else torch.empty_like(weight)
+
+
+def _rms_norm(values: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """`torch.nn.functional.rms_norm` as one kernel; its numbers mean nothing."""
+    rows = values.new_empty(values.shape[: values.ndim - len(normalized_shape)], dtype=torch.float32)
+    out: Tensor = _RmsNorm.apply(values, rows, weight)  # type: ignore[no-untyped-call]  # torch leaves it so
+    return out
 
 
 def _cast_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
