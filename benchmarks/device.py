@@ -193,8 +193,9 @@ def peak_row(side: str, setting: str, args: argparse.Namespace) -> dict[str, Any
     if on_gpu:
         line["peak_bytes"] = torch.cuda.max_memory_allocated() - before
     if side not in PEERS:
-        total = zm.memory_report(model, optimizer)[-1]
-        line |= {"state_predicted_bytes": total.predicted_bytes, "state_allocated_bytes": total.allocated_bytes}
+        totals = [each for each in zm.memory_report(model, optimizer) if each.kind == "total"]  # of device and host
+        line["state_predicted_bytes"] = sum(total.predicted_bytes for total in totals)
+        line["state_allocated_bytes"] = sum(total.allocated_bytes for total in totals)
         line["peak_predicted_bytes"] = round(predicted_peak(side, setting, args))
     return line
 

@@ -185,7 +185,8 @@ class Pool:
         self.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _store(self, *group: *tuple[int, float, str]) -> str:
+    def _store(self, world: int, timeout_s: float, backend: str) -> str:
+        group = world, timeout_s, backend
         if self._group is None or self._group[0] != group:
             self._group = group, str(self._directory / f"store-{next(self._numbers)}")
         return self._group[1]

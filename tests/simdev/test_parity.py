@@ -35,9 +35,10 @@ def check_all(strategies: list[str], case: Case, *shape: int) -> None:
 
 def copying(strategy: str) -> tuple[str, ...]:
     """Files that bring tensors of the host back to its memory: values at `zm.shard`, sums of micro-batches and, where
-    other gradients lie on the device, the factor that they are clipped by."""
-    shared = ("engine/api.py:",) if strategy.startswith("host[") else ()
-    return ("engine/flat.py:", "comm/host.py:", *shared) if strategy.startswith("host") else ()
+    other gradients lie on the device, the factor that they are clipped by; of parts the groups that they lend."""
+    shared = ("engine/api.py:",) if "host[" in strategy or "|" in strategy else ()
+    lent = ("engine/build.py:",) if "|" in strategy else ()
+    return ("engine/flat.py:", "comm/host.py:", *shared, *lent) if "host" in strategy else ()
 
 
 @on_devices(4)
@@ -59,7 +60,8 @@ def test_other_cases():
 @on_devices(4)
 def test_shards_in_the_host_s_memory():
     check_all(["host=1,node=3,cluster=1", "host=2,node=1,cluster=0"], CASE, 2, 2)
-    check_all(["host=3,node=3,cluster=2", "host=3d,node=3,cluster=3h", "host[50%]=1,node=3,cluster=3"], CASE, 2, 2)
+    check_all(["host=3,node=3,cluster=2", "host=3d,node=3,cluster=3h"], CASE, 2, 2)
+    check_all(["host[50%]=1,node=3,cluster=3", "node=3,cluster=3 | *.up: host=1,node=1,cluster=0"], CASE, 2, 2)
 
 
 class Telling(nn.Linear):

@@ -43,7 +43,9 @@ def slice_norms(slices: Sequence[Tensor], spans: Sequence[tuple[Span, ...]], ord
     indices: dict[tuple[Span, ...], list[int]] = defaultdict(list)
     for index, own in enumerate(spans):
         indices[own].append(index)
-    powers = {own: _powers([slices[index] for index in held], order) for own, held in indices.items()}
+    # Where some lie on the host and others on a device, the ranks exchange numbers of the device.
+    device = max((each.device for each in slices), key=lambda each: each.type != "cpu")
+    powers = {own: _powers([slices[index] for index in held], order, device) for own, held in indices.items()}
     _over_spans(powers, largest=math.isinf(order))
     by_index = {i: each for own, held in indices.items() for i, each in zip(held, powers[own].unbind(), strict=True)}
     found = torch.stack([by_index[index] for index in range(len(slices))]) if len(powers) > 1 else powers[spans[0]]
@@ -78,11 +80,9 @@ def _largest(values: Tensor, span: Span) -> Tensor:
     return largest.masked_fill(unknowns > 0, math.nan)
 
 
-def _powers(slices: Sequence[Tensor], order: float) -> Tensor:
+def _powers(slices: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
     """Sums of p-th powers of magnitudes (infinity: the largest), in fp64: squares of fp32 neither overflow nor round. A
     few kernels for all slices, which are as many as a model has parameters."""
-    # Where some lie on the host, the ranks exchange numbers of the device.
-    device = max((tensor.device for tensor in slices), key=lambda each: each.type != "cpu")
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     filled = [tensor for tensor in slices if tensor.numel()]
     found = iter(torch._foreach_norm(filled, order, torch.float64) if filled else ())

@@ -128,10 +128,10 @@ def test_any_module_is_cut_and_counted() -> None:
 
 
 class Normed(nn.Module):
-    def __init__(self, blocks: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(100, 32)
-        self.layers = nn.ModuleList(nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32)) for _ in range(blocks))
+        self.layers = nn.ModuleList(nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32)) for _ in range(3))
         self.head = nn.Linear(32, 100)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -42,16 +42,22 @@ struct Operand {
   bool reads, writes;
 };
 
-// Applies `visit` to every tensor of a value that is on the device.
+// Applies `visit` to every tensor of a value.
 template <typename Visit>
-void for_each_on_device(const IValue& value, const Visit& visit) {
-  if (value.isTensor() && on_device(value.toTensor())) visit(value.toTensor());
+void for_each_tensor(const IValue& value, const Visit& visit) {
+  if (value.isTensor()) visit(value.toTensor());
   if (value.isTensorList())
-    for (const at::Tensor& tensor : value.toTensorVector())
-      if (on_device(tensor)) visit(tensor);
+    for (const at::Tensor& tensor : value.toTensorVector()) visit(tensor);
   if (value.isOptionalTensorList())
     for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
-      if (tensor && on_device(*tensor)) visit(*tensor);
+      if (tensor) visit(*tensor);
+}
+
+template <typename Visit>
+void for_each_on_device(const IValue& value, const Visit& visit) {
+  for_each_tensor(value, [&visit](const at::Tensor& tensor) {
+    if (on_device(tensor)) visit(tensor);
+  });
 }
 
 bool writes(const c10::Argument& argument) { return argument.alias_info() != nullptr && argument.alias_info()->isWrite(); }
@@ -162,7 +168,7 @@ class Call {
     };
     for (const auto& value : arguments_) {
       size_t index = 0;
-      changed(value, [&](const at::Tensor& tensor) {
+      for_each_tensor(value, [&](const at::Tensor& tensor) {
         if (!listed || !value.isTensorList()) {
           count(tensor, one, other);
         } else {
@@ -170,7 +176,6 @@ class Call {
           count(tensor, ours[index], theirs[index]);
           ++index;
         }
-        return tensor;
       });
     }
     bool mixed = one && other;

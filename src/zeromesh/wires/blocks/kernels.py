@@ -37,7 +37,7 @@ MAGIC = tl.constexpr(12582912.0)
 number. A conversion runs at a quarter of the rate."""
 
 LAUNCH = {"enable_fp_fusion": False}
-"""Options of every kernel. The kernels are bound by memory, so the additional instructions cost nothing."""
+"""Options of every kernel: equal codes are worth the additional instructions."""
 
 
 @triton.jit
