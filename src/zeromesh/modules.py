@@ -11,11 +11,11 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """That a model computes and trains in."""
@@ -159,3 +159,61 @@ def give_method(model: nn.Module, name: str, function: Callable[..., Any]) -> No
         return function(reference(), *args, **kwargs)
 
     object.__setattr__(model, name, method)
+
+
+ORIGIN = "_zeromesh_origin"
+"""Attribute of a module with lazy values: where they are, for people."""
+
+
+class Source(Protocol):
+    """Where a tensor's values are.
+
+    Args:
+        shape: of the whole tensor.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def fill(self, target: Tensor, start: int) -> None:
+        """Elements from `start` of the flattened tensor on, into 1-D `target`, in its dtype and on its device.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+
+
+class Lazy:
+    """Marks a tensor whose values are in files still: `zeromesh.engine.lazy`."""
+
+    @property
+    def source(self) -> Source | None:
+        """Where the values are; None once they are here."""
+        raise NotImplementedError
+
+    def in_dtype(self) -> Source | None:
+        """The values as the tensor shows them: `source` may be of a higher precision. None if no file has them."""
+        raise NotImplementedError
+
+    def meta(self) -> Tensor:
+        """The same without values."""
+        raise NotImplementedError
+
+    @property
+    def whole(self) -> Tensor:
+        """All values, which are read now if they have not been."""
+        raise NotImplementedError
+
+
+def lacks_values(tensor: Tensor) -> bool:
+    """Whether a tensor has none yet: lazy ones, and all else on the meta device."""
+    return tensor.is_meta or (isinstance(tensor, Lazy) and tensor.source is not None)
+
+
+def tensors_of(model: nn.Module, *, persistent: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """All tensors under all of their names, of buffers only those of a state dict if `persistent`."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        left_out = module._non_persistent_buffers_set if persistent else ()
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and key not in left_out:
+                yield clean_name(f"{prefix}.{key}".lstrip(".")), tensor

@@ -76,8 +76,9 @@ def without_landing(kind: str) -> Iterator[None]:
 
 
 # Where a boundary follows a micro-batch's reduction, it comes after the computation by that; and so does a copy down.
-STARTS = {"boundary": "node=1,cluster=1", "up": "host=3,node=3,cluster=3", "down": "host=2,node=1,cluster=0"}
-ENDS = {"up": "host=3,node=3,cluster=3", "down": "host=2,node=1,cluster=0"}
+STREAMED = {"step 0": "host=1,node=3,cluster=1;step=device"}
+STARTS = {"boundary": "node=1,cluster=1", "up": "host=3,node=3,cluster=3", "down": "host=2,node=1,cluster=0"} | STREAMED
+ENDS = {"up": "host=3,node=3,cluster=3", "down": "host=2,node=1,cluster=0"} | STREAMED
 
 FAULTS: dict[str, tuple[str, Fault]] = {
     "a gather, before its parameters are used": ("node=3,cluster=1", partial(without_wait, "ticket")),
@@ -87,11 +88,11 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "the lane before, on its way to the next": ("node=3,cluster=1", without_order_of_lanes),
     **{
         f"the computation, before {kind} reads it": (STARTS.get(kind, "node=3,cluster=1"), partial(without_start, kind))
-        for kind in LANES
+        for kind in (*LANES, *STREAMED)
     },
     **{
         f"the end of a job of {kind}": (ENDS.get(kind, "node=3,cluster=1"), partial(without_end, kind))
-        for kind in LANES
+        for kind in (*LANES, *STREAMED)
     },
     "a copy down, before the host reads what came": ("host=1,node=3,cluster=1", partial(without_landing, "down")),
 }

@@ -47,7 +47,14 @@ def test_what_is_parked_on_the_host_comes_back():
 @on_devices(4)
 def test_what_lies_on_the_host_is_saved_and_loaded(tmp_path):
     """In the background, while steps on the host change it: to the bit, and nothing races."""
-    layouts = "host=1,node=3,cluster=1", "node=3,cluster=1", "host=3,node=3,cluster=2", "host[50%]=1,node=3,cluster=1"
+    layouts = (
+        "host=1,node=3,cluster=1",
+        "host=2,node=3,cluster=1;step=device",
+        "node=3,cluster=1",
+        "host=3,node=3,cluster=2",
+        "host[50%]=1,node=3,cluster=1;step=device",
+        "host=1,node=3,cluster=1",
+    )
     with simdev.Checker() as checker:
         model, optimizer = make(MESH, layouts[0], device="simdev")
         train(model, optimizer, 2)

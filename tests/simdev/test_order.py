@@ -94,6 +94,7 @@ def test_shards_in_the_host_s_memory():
     simdev.counting_group(0, 4)
     for strategy in ("host=1,node=3,cluster=1", "host=2,node=1,cluster=0", "host=3,node=3,cluster=2"):
         require_ordered(strategy, CASE)
+        require_ordered(f"{strategy};step=device", CASE)
     checker = require_ordered("host=3d,node=3,cluster=3h", CASE)
     waits = [wait for wait in checker.host_waits if any("engine/backend.py" in line for line in wait.stack)]
     assert 0 < len(waits) <= 2 * 2 * CASE.steps + 2, len(waits)
@@ -273,13 +274,15 @@ def test_a_fault_is_found(wait):
     ("kind", "strategy", "precision"),
     [
         ("up", "host=1,node=3,cluster=1", "fp64"),
+        ("step 0", "host=1,node=3,cluster=1;step=device", "fp64"),
         ("refresh", "host=3,node=3,cluster=2", "fp64"),
         ("refresh", "host=3,node=3h,cluster=1", "bf16"),
     ],
 )
 @alone()
 def test_masters_are_changed_once_their_copies_have_left(kind, strategy, precision):
-    """A copy up reads them; parameters that come down are written over masters inside them, and over the next cast."""
+    """A copy up reads them; parameters that come down are written over masters inside them, and over the next cast; a
+    step on the device writes them."""
     simdev.counting_group(0, 4)
     case = replace(CASE, precision=precision, optimizer="adamw", micro_batches=1)
 

@@ -64,6 +64,13 @@ def test_shards_in_the_host_s_memory():
     check_all(["host[50%]=1,node=3,cluster=3", "node=3,cluster=3 | *.up: host=1,node=1,cluster=0"], CASE, 2, 2)
 
 
+@on_devices(4)
+def test_shards_in_the_host_s_memory_that_are_stepped_on_here():
+    check_all([f"{mix};step=device" for mix in ("host=1,node=3,cluster=1", "host=2,node=1,cluster=0")], CASE, 2, 2)
+    check_all([f"{mix};step=device" for mix in ("host=3,node=3,cluster=2", "host=3d,node=3,cluster=3h")], CASE, 2, 2)
+    check_all(["host[50%]=1,node=3,cluster=3;step=device"], replace(CASE, precision="bf16-wire", steps=3), 2, 2)
+
+
 class Telling(nn.Linear):
     """As models of transformers do."""
 

@@ -8,7 +8,7 @@ import mmap
 import platform
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,26 @@ class HostLink:
     Args:
         name: in reports, beside those of axes.
         arena: the host's memory, which stays registered as long as this lives.
+        device: that is copied to and from.
         record: is told of every copy; an observer for tests and byte counters.
     """
 
     name: str
     arena: HostArena
+    device: torch.device
     record: Callable[[Sent], None] = lambda sent: None
+    _more: list[HostArena] = field(default_factory=list)
+
+    def take_more(self, num_bytes: int, dtype: torch.dtype) -> Tensor:
+        """Further memory of the host, of a size that nobody has known before."""
+        self._more.append(HostArena(max(1, num_bytes), self.device))
+        return self._more[-1].take(num_bytes, dtype)
+
+    def brought(self, source: Tensor) -> Tensor:
+        """A copy in new memory of the device."""
+        here = torch.empty(source.shape, dtype=source.dtype, device=self.device)
+        self.up(here, source)
+        return here
 
     def recorded(self, record: Callable[[Sent], None]) -> Callable[[Sent], None]:
         """Tells `record` of copies from now on; returns who was told."""

@@ -18,9 +18,8 @@ from zeromesh.engine.build import build_engine, make_control, make_homes, mesh_a
 from zeromesh.engine.chain import require_wires
 from zeromesh.engine.engine import Engine, Pipeline
 from zeromesh.engine.hooks import install_on_method
-from zeromesh.engine.lazy import Source, lazy_sources, settle
 from zeromesh.engine.lifecycle import Weight
-from zeromesh.engine.materialise import read_lazy
+from zeromesh.engine.materialise import lazy_sources, read_lazy, settle
 from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.parts import beyond_of, require_inside, require_known_buffers
@@ -37,7 +36,7 @@ from zeromesh.engine.units import (
     spreads_of,
 )
 from zeromesh.errors import InputError, MeshError, ModelError, NotationError
-from zeromesh.modules import DTYPES, give_method
+from zeromesh.modules import DTYPES, Source, give_method
 from zeromesh.options import Options
 from zeromesh.strategy import Layout, Plan, Strategy, layouts_of, part_name
 from zeromesh.strategy.parts import Parts, with_given

@@ -11,7 +11,8 @@ lanes of a direction (`lane_axes`). These are the memory that a job reads and wr
                                   waits before it is used
     reduce    waiting -> grads    a slot is filled again only after its reduction
     boundary  grads -> its part   follows the unit's `reduce`; `.grad` appears after the wait
-    step      grads -> master     on the host; the unit's refresh follows it: [Note: Beside] of `zeromesh.engine.beside`
+    step      grads -> master     that lies on the host; the unit's refresh follows: [Note: Beside] of
+                                  `zeromesh.engine.beside`. On the device two lanes take turns, unit by unit
 
 At an optimizer's step lanes are idle. Messages to owners of whole tensors then take the lanes of reductions, and
 messages from them those of gathers: over each axis the lane that has its communicator.
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 
 from zeromesh.comm import AxisGroup, Chain, Lane, Ticket, all_reduce_max
 from zeromesh.comm.lane import Job
-from zeromesh.engine.chain import Groups, ReduceChains, Scratch, reduce_chains, refresh_chain, unshard_chain
+from zeromesh.engine.chain import Groups, ReduceChains, Scratch, bring, reduce_chains, refresh_chain, unshard_chain
 from zeromesh.engine.flat import FlatShards, GradDestinations
 from zeromesh.engine.leaf import Leaf, PlainLeaf, close_leaf, open_leaf, versions_of
 from zeromesh.engine.param import UNSETTLED, ShardedParameter
@@ -92,6 +93,7 @@ class UnitShards:
         versions: those of the `watched` tensors when the unit came into use; empty while it is not.
         accepted: whether an optimizer has stepped since gradients were shown.
         casts: leaves that forwards of the unit cast (`module.to(dtype)`), to which dtype: [Note: Casts].
+        fresh: whether a step on the device has left the compute copy of masters on the host.
     """
 
     name: str
@@ -102,6 +104,7 @@ class UnitShards:
     versions: list[int] = field(default_factory=list)
     accepted: bool = True
     casts: dict[Leaf, torch.dtype] = field(default_factory=dict)
+    fresh: bool = False
 
     def __post_init__(self) -> None:
         self.begin_step()
@@ -200,6 +203,11 @@ class UnitShards:
         """An optimizer has stepped."""
         self.accepted = True
 
+    def written(self) -> None:
+        """Somebody else than an optimizer has written to its masters."""
+        self.fresh = False
+        self.forget_owed()
+
     def forget_owed(self) -> None:
         """Clears the rounding errors of error feedback: they belong to gradients at other parameter values."""
         for buffer in self.buffers:
@@ -207,7 +215,10 @@ class UnitShards:
                 buffer.owed.zero_()
 
 
-LaneName = LaneKind | Literal["step"]
+LaneName = LaneKind | Literal["step", "step 0", "step 1"]
+
+STREAMED: tuple[LaneName, LaneName] = ("step 0", "step 1")
+"""The lanes of steps on the device, for units of even and of odd numbers: one's copies run beside the other's step."""
 
 ByLane = tuple[tuple[LaneKind, Chain], ...]
 """Chains of several lanes, each after the one before."""
@@ -307,6 +318,10 @@ class DeviceBackend:
     # ---- schedule.Backend
 
     def refresh(self, unit: int) -> Ticket | None:
+        shards = self.units[unit]
+        if not shards.fresh and any(buffer.placed.streamed for buffer in shards.buffers):
+            self.step(unit, partial(bring, shards.buffers, self.host), streamed=True)
+        shards.fresh = False
         ticket = self._gather("refresh", self.chains[unit].refresh, unit, self._steps.get(unit))
         if self._rewrites and ticket is not None:  # with the values that are there, which may change meanwhile
             self._steps[unit] = ticket
@@ -364,9 +379,12 @@ class DeviceBackend:
             if kind in self.lanes:
                 self.lanes[kind].synchronize()
 
-    def step(self, unit: int, job: Job) -> None:
-        """An optimizer steps on slices of a unit in the host's memory, beside the caller: `settle` waits for it."""
-        self._steps[unit] = self.lanes["step"].submit(job, f"step {self.units[unit].name}")
+    def step(self, unit: int, job: Job, *, streamed: bool = False) -> None:
+        """An optimizer steps on slices of a unit in the host's memory, beside the caller, there or (`streamed`) on the
+        device: `settle` waits for it."""
+        lane: LaneName = STREAMED[unit % 2] if streamed else "step"
+        self._steps[unit] = self.lanes[lane].submit(job, f"step {self.units[unit].name}", after=self._steps.get(unit))
+        self.units[unit].fresh = streamed
         self._list_unsettled()
 
     def park(self, owner: object, *, whole: bool = False) -> None:
@@ -398,6 +416,9 @@ class DeviceBackend:
             self._steps.pop(unit, None)  # only now: a Ctrl-C may end the wait
         if self._rewrites:
             self.land()
+        for lane in STREAMED:
+            if lane in self.lanes:
+                self.lanes[lane].synchronize()
         self._list_unsettled()
 
     def _list_unsettled(self) -> None:

@@ -1,4 +1,4 @@
-"""Steps of torch's optimizers on slices in the host's memory, which run beside the next forward.
+"""Steps of torch's optimizers on slices in the host's memory, there or on the device, beside the next forward.
 
 [Note: Beside] Torch's elementwise optimizers keep all that they know of a parameter in its group, its state and its
 gradient. So an optimizer of the same class steps on one unit at a time, over plain tensors of the same memory, in a
@@ -10,24 +10,30 @@ after the steps (`settle`), and so does the first backward after them, which wri
 tensor of such memory that somebody has kept from before knows nothing of it.
 
 The first step on a parameter, which makes its states, is waited for: memory may not suffice, and it then raises as a
-step does. Torch's fused kernels are chosen where the user has chosen none: without them one Python thread would issue
-each operation of each parameter.
+step does. Torch's fused kernels are chosen for the host where the user has chosen none: without them one Python thread
+would issue each operation of each parameter.
+
+With `;step=device` a unit's masters and states come to the device, are stepped on and go back. Two lanes of the device
+take turns, so the copies of a unit run beside the step of the one before, and memory is that of two units. States that
+torch has made there go to the host's memory, in one piece for each name and buffer. States that a load has made are
+copied there.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeromesh.engine.chain import show_master
+from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.param import MARKED, ShardedParameter, settle
 
 _Step = Callable[[Any], object]
-_HERE = (None, -1)
 
 
 def _settled(name: str) -> Callable[..., Any]:
@@ -47,7 +53,7 @@ States: Any = type("States", (defaultdict,), {name: _settled(name) for name in _
 
 
 def step_beside(step: _Step, optimizer: Optimizer) -> bool:
-    """Hands an elementwise optimizer's step on slices that lie on the host to a lane there.
+    """Hands an elementwise optimizer's step on slices that lie on the host to lanes.
 
     Args:
         step: the optimizer's, without hooks.
@@ -63,23 +69,29 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
     own = dict(vars(optimizer))
     if own.get("found_inf") is not None:
         own["found_inf"] = own["found_inf"].clamp(max=1)  # GradScaler adds up devices; kernels skip a step for 1 alone
-    on_host = {name: _on_host(value) for name, value in own.items()}
-    parts: dict[tuple[Any, int], _Part] = {}
+    own_of: dict[type[_Part], dict[str, Any]] = {}
+    parts: dict[tuple[Any, int, type[_Part]], _Part] = {}
     first = False
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if (grad := param.grad) is None:
                 continue
-            key = (param.engine(), param.unit) if isinstance(param, ShardedParameter) and param.on_host else _HERE
+            key = _HERE
+            if isinstance(param, ShardedParameter) and param.on_host:
+                key = param.engine(), param.unit, _Streamed if param.streamed else _OnHost
             if key not in parts:
-                hosted = key is not _HERE
-                parts[key] = _Part(optimizer, on_host if hosted else own, hosted=hosted)
+                engine, unit, kind = key
+                if kind not in own_of:
+                    own_of[kind] = {name: kind.number(value) for name, value in own.items()}
+                parts[key] = kind(optimizer, own_of[kind], None if engine is None else engine.backend, unit)
             if not parts[key].take(index, param, grad):
                 return False
             first = first or not dict.__contains__(optimizer.state, param)
     here = parts.pop(_HERE, None)
-    for (engine, unit), part in sorted(parts.items(), key=lambda item: item[0][0].schedule.order.index(item[0][1])):
-        engine.backend.step(unit, partial(part.run, step))
+    for (engine, unit, kind), part in sorted(
+        parts.items(), key=lambda item: item[0][0].schedule.order.index(item[0][1])
+    ):
+        engine.backend.step(unit, partial(part.run, step), streamed=kind is _Streamed)
     if here is not None:
         here.run(step)
     if first:
@@ -88,60 +100,166 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
 
 
 class _Part:
-    """Some parameters of an optimizer, to be stepped on by themselves.
+    """Some parameters of an optimizer, to be stepped on by themselves: those that lie here.
 
     Args:
         optimizer: the whole one.
         attributes: of its own, a GradScaler's numbers among them.
-        hosted: whether they lie on the host.
+        backend: of the slices' engine, and their `unit`; None for other parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, attributes: Mapping[str, Any], *, hosted: bool) -> None:
-        self._whole, self._hosted = optimizer.state, hosted
-        self._own: Any = object.__new__(type(optimizer))
-        vars(self._own).update(attributes, state=defaultdict(dict), param_groups=[])
-        self._groups = optimizer.param_groups
-        self._taken: dict[int, dict[str, Any]] = {}
-        self._plain: list[tuple[Any, Tensor]] = []
+    def __init__(self, optimizer: Optimizer, attributes: Mapping[str, Any], backend: Any, unit: int) -> None:
+        self._kind, self._whole, self._attributes = type(optimizer), optimizer.state, attributes
+        self._given, self._backend, self._unit = optimizer.param_groups, backend, unit
+        self._groups: dict[int, dict[str, Any]] = {}
+        self._taken: list[tuple[int, Any, Tensor, Tensor]] = []
+
+    @staticmethod
+    def number(value: Any) -> Any:
+        """An option or a GradScaler's number, as the step takes it."""
+        return value
+
+    def group(self, options: dict[str, Any]) -> dict[str, Any]:
+        """A group without parameters, as the step takes it."""
+        return {key: self.number(value) for key, value in options.items() if key != "params"}
 
     def take(self, index: int, param: Any, grad: Any) -> bool:
         """A parameter of the group of this index; whether its gradient is of its dtype, as torch wants it."""
-        if index not in self._taken:
-            group = {key: value for key, value in self._groups[index].items() if key != "params"}
-            if self._hosted:
-                group = {key: _on_host(value) for key, value in group.items()}
-            # Not SGD's, which wants momenta of all parameters or of none.
-            if self._hosted and "momentum" not in group and group.get("fused", False) is group.get("foreach") is None:
-                group["fused"] = True
-            self._taken[index] = {**group, "params": []}
-            self._own.param_groups.append(self._taken[index])
         plain = param
         if isinstance(param, ShardedParameter):
-            plain, own = param.local, grad.local
-            if own.dtype != plain.dtype:
+            plain, grad = param.local, grad.local
+            if grad.dtype != plain.dtype:
                 return False
-            plain.grad = own
-        self._taken[index]["params"].append(plain)
-        self._plain.append((param, plain))
+        if index not in self._groups:
+            self._groups[index] = self.group(self._given[index])
+        self._taken.append((index, param, plain, grad))
         return True
 
     def run(self, step: _Step) -> None:
         """Steps on them, on their states."""
-        for param, plain in self._plain:
-            if (state := dict.get(self._whole, param)) is not None:
-                self._own.state[plain] = state
-        step(self._own)
-        for param, plain in self._plain:
-            state = self._own.state.get(plain)
-            if state is None or dict.get(self._whole, param) is state:
-                continue
-            dict.__setitem__(self._whole, param, state)
-            for value in state.values() if plain is not param else ():
-                if type(value) is Tensor and value.shape == plain.shape:
-                    MARKED[value] = param.elements
+        states = [dict.get(self._whole, param) for _, param, _, _ in self._taken]
+        after = self._stepped(step, [(plain, grad) for _, _, plain, grad in self._taken], states)
+        for (_, param, plain, _), before, state in zip(self._taken, states, after, strict=True):
+            if state is not None and state is not before:
+                dict.__setitem__(self._whole, param, state)
+                for value in state.values() if plain is not param else ():
+                    if _alike(value, plain):
+                        MARKED[value] = param.elements
+
+    def _stepped(
+        self, step: _Step, pairs: Sequence[tuple[Tensor, Tensor]], states: Sequence[dict[str, Any] | None]
+    ) -> list[dict[str, Any] | None]:
+        """The states after a step on plain tensors with these gradients and states."""
+        groups = {index: {**group, "params": []} for index, group in self._groups.items()}
+        own: Any = object.__new__(self._kind)
+        vars(own).update(self._attributes, state=defaultdict(dict), param_groups=[*groups.values()])
+        for (index, *_), (plain, grad), state in zip(self._taken, pairs, states, strict=True):
+            plain.grad = grad
+            groups[index]["params"].append(plain)
+            if state is not None:
+                own.state[plain] = state
+        step(own)
+        return [own.state.get(plain) for plain, _ in pairs]
 
 
-def _on_host(value: Any) -> Any:
-    """A copy of a number that the device may hold and others may change. It is there on return: torch's kernels there
-    would have it copied without waiting, and read at once."""
-    return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+class _OnHost(_Part):
+    """Slices of a unit in the host's memory, stepped on there."""
+
+    @staticmethod
+    def number(value: Any) -> Any:
+        """A copy of a number that the device may hold and others may change. It is there on return: torch's kernels
+        there would have it copied without waiting, and read at once."""
+        return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+    def group(self, options: dict[str, Any]) -> dict[str, Any]:
+        group = super().group(options)
+        # Not SGD's, which wants momenta of all parameters or of none.
+        fused = "momentum" not in group and group.get("fused", False) is group.get("foreach") is None
+        return {**group, "fused": True} if fused else group
+
+
+class _Streamed(_Part):
+    """Slices of a unit in the host's memory, stepped on here: whole flat buffers come and go."""
+
+    def __init__(self, optimizer: Optimizer, attributes: Mapping[str, Any], backend: Any, unit: int) -> None:
+        super().__init__(optimizer, attributes, backend, unit)
+        buffers = (buffer for buffer in backend.units[unit].buffers if buffer.placed.streamed)
+        self._buffer_of = {id(param): buffer for buffer in buffers for param in buffer.optimizer_params}
+        self._buffers: dict[int, FlatShards] = {}  # of the parameters that were taken, by id
+        self._link = backend.host
+
+    @staticmethod
+    def number(value: Any) -> Any:
+        """A copy of a number that others may change before the step."""
+        return value.clone() if isinstance(value, Tensor) else value
+
+    def take(self, index: int, param: Any, grad: Any) -> bool:
+        if not super().take(index, param, grad):
+            return False
+        buffer, plain, state = self._buffer_of[id(param)], param.local, dict.get(self._whole, param, {})
+        self._buffers[id(buffer)] = buffer
+        for key, value in state.items():
+            if _alike(value, plain) and (own := self._state(param, plain, key, value)).data_ptr() != value.data_ptr():
+                settle(self._whole)  # others' copies may be on their way there
+                state[key] = own.copy_(value)
+                MARKED[own] = param.elements
+        return True
+
+    def run(self, step: _Step) -> None:
+        link, buffers = self._link, self._buffers.values()
+        held = [flat for buffer in buffers for flat in (buffer.optimizer_shard[0], *buffer.states.values())]
+        grads = [buffer.shown for buffer in buffers if buffer.host_grads is not None]
+        brought: list[tuple[Tensor, Tensor]] = [(flat, link.brought(flat)) for flat in (*held, *grads)]
+
+        def here(value: Tensor) -> Tensor:
+            for flat, own in brought:
+                if (part := _part(value, flat)) is not None:
+                    return own[part]
+            brings = value.device != link.device  # a gradient that somebody has assigned
+            return cast(Tensor, link.brought(value)) if brings else value
+
+        before = [
+            {key: here(value) if _alike(value, plain) else value for key, value in state.items()} if state else None
+            for _, param, plain, _ in self._taken
+            for state in [dict.get(self._whole, param)]
+        ]
+        pairs = [(here(plain), here(grad)) for _, _, plain, grad in self._taken]
+        after = self._stepped(step, pairs, [None if state is None else {**state} for state in before])
+        for flat, own in brought[: len(held)]:
+            link.down(flat, own)
+        for buffer in buffers:
+            show_master(buffer, here(buffer.optimizer_shard[0]), link)
+        for (_, param, plain, _), given, state in zip(self._taken, before, after, strict=True):
+            if state is not None:
+                kept = dict.get(self._whole, param, {})
+                dict.__setitem__(self._whole, param, kept)
+                for key, value in state.items():
+                    if not _alike(value, plain):
+                        kept[key] = value
+                    elif given is None or value is not given.get(key):  # made in this step
+                        kept[key] = self._state(param, plain, key, value)
+                        link.down(kept[key], value)
+                        MARKED[kept[key]] = param.elements
+
+    def _state(self, param: Any, plain: Tensor, key: str, like: Tensor) -> Tensor:
+        """The host's memory for a state of a parameter, whose slice is `plain`."""
+        buffer = self._buffer_of[id(param)]
+        memory = cast(Tensor, buffer.state(key, like.dtype, self._link))
+        return memory[_part(plain, buffer.optimizer_shard[0])]
+
+
+_HERE: tuple[Any, int, type[_Part]] = (None, -1, _Part)
+
+
+def _alike(value: Any, plain: Tensor) -> bool:
+    """Whether it is a state of each element."""
+    return type(value) is Tensor and value.shape == plain.shape
+
+
+def _part(view: Tensor, flat: Tensor) -> slice | None:
+    """The elements of a flat tensor that a view shows; None if it is of another one's."""
+    if not view.numel():
+        return slice(0, 0)
+    start = (view.data_ptr() - flat.data_ptr()) // flat.element_size()
+    inside = view.dtype == flat.dtype and 0 <= start <= flat.numel() - view.numel()
+    return slice(start, start + view.numel()) if inside else None

@@ -17,20 +17,19 @@ from torch.distributed.tensor import DTensor
 
 from zeromesh.comm import AxisGroup, Lane, axis_ranks, make_groups, mesh_group
 from zeromesh.comm.groups import Registration, registered
-from zeromesh.engine.backend import DeviceBackend, LaneName, UnitShards
+from zeromesh.engine.backend import STREAMED, DeviceBackend, LaneName, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install, watch_reads
-from zeromesh.engine.lazy import lacks_values
 from zeromesh.engine.materialise import Init, Materialiser
 from zeromesh.engine.parts import Home, buffers_apart, require_divided
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit, parts_of_root
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.files import available_memory_bytes, core_numbers, machine_id
-from zeromesh.modules import clean_name
+from zeromesh.modules import clean_name, lacks_values
 from zeromesh.schedule import ITEM_BYTES, LANES, Schedule, lent_axes
 from zeromesh.schedule.buffer_layout import slot_bytes
 from zeromesh.schedule.transfer import COPIES, LaneKind
@@ -160,6 +159,8 @@ def build_engine(
         lanes["step"] = Lane("step", device=torch.device("cpu"), inline=inline)
         if device.type != "cpu":  # launchers give a rank one thread, and no device computes with the others
             lanes["step"].submit(partial(torch.set_num_threads, max(torch.get_num_threads(), cores)))
+    if any(buffer.streamed for unit in schedule.placed for buffer in unit):
+        lanes |= {name: Lane(name, device=device, inline=inline) for name in STREAMED}
     backend = DeviceBackend(
         shards,
         schedule.layouts,
@@ -208,7 +209,7 @@ def take_host_memory(
                 f"{len(here)} rank(s) of this machine would keep {sum(here) / 1e9:.1f} GB in its memory, of which "
                 f"{free / 1e9:.1f} GB are free (MemAvailable, memory.max), and then the optimizer's states: {less}"
             )
-        return HostLink(HOST, HostArena(max(1, wanted), device))
+        return HostLink(HOST, HostArena(max(1, wanted), device), device)
 
     return control.together(allocate, call=call), len(core_numbers()) // len(sharing)
 

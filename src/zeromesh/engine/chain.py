@@ -81,12 +81,15 @@ def unshard_chain(
 
 def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch, host: HostLink | None) -> Chain:
     """Casts `master` and gathers it into `params`; empty if nothing is left to do."""
-    route, held, source = shards.placed.routes["refresh"], shards.param_range, shards.master
+    placed, held, source = shards.placed, shards.param_range, shards.master
+    route = placed.routes["refresh"]
     if source is None or (shards.master_in_params and not route.steps):
         return ()
     # The alias keeps autograd's version counter out of it: no graph outlives the optimizer's step.
     params = destination = shards.params.data
     cast: Copy | None = None
+    if placed.streamed:
+        source = inside(params, held, shards.state_range)  # which a step, or `bring`, has filled
     if route.up is not None:
         compute = inside(params, held, shards.state_range) if route.down else shards.cast
         if compute is not None and not _same(compute, source):
@@ -96,6 +99,22 @@ def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch, host: Ho
     gathers = partial(_gathers, shards, destination=destination, held=held, groups=groups, scratch=scratch)
     chain = _brought(source, inside(destination, held, shards.state_range), route, gathers, host, cast)
     return (*chain, _link(host).step("down", params, destination, aside=False)) if route.down else chain
+
+
+def bring(buffers: Iterable[FlatShards], host: HostLink | None) -> None:
+    """Fills the compute copies of masters that lie on the host and are stepped on here."""
+    for shards in buffers:
+        if shards.placed.streamed and shards.master is not None:
+            show_master(shards, _link(host).brought(shards.master), _link(host))
+
+
+def show_master(shards: FlatShards, master: Tensor, host: HostLink) -> None:
+    """Fills the compute copy of the state shard from the master, which is here on the device."""
+    compute = inside(shards.params.data, shards.param_range, shards.state_range)
+    if "params" not in shards.placed.on_host_kinds:
+        compute.copy_(master)
+    elif not shards.master_in_params:  # else it goes down as the master
+        host.down(compute, master.to(compute.dtype))
 
 
 def _brought(

@@ -98,6 +98,7 @@ class FlatShards:
         places: its parameters.
         device: of all tensors that are not on the host.
         cast: on the host, the state shard's compute copy on its way to the device.
+        states: on the host, those of optimizers that step on the device, by name; each is as long as `master`.
         noise: for rounding on quantised wires, by axis; no axis is in the jobs of two lanes.
         adds: whether autograd adds to the accumulator itself.
     """
@@ -118,6 +119,7 @@ class FlatShards:
     leaves: list[Leaf] = field(default_factory=list)
     optimizer_params: list[ShardedParameter] = field(default_factory=list)
     optimizer_grads: list[Slice] = field(default_factory=list)
+    states: dict[str, Tensor] = field(default_factory=dict)
     noise: dict[str, torch.Generator] = field(default_factory=dict)
     adds: bool = False
 
@@ -213,6 +215,13 @@ class FlatShards:
     def lies_on_host(self, kind: str) -> bool:
         """Whether those of this kind lie in the host's memory."""
         return kind == "host_grads" or kind in self.placed.on_host_kinds
+
+    def state(self, name: str, dtype: torch.dtype, host: HostLink) -> Tensor:
+        """The states of this name, on the host; zeros at first."""
+        if name not in self.states:
+            assert self.master is not None  # an optimizer steps on it
+            self.states[name] = host.take_more(self.master.numel() * dtype.itemsize, dtype)
+        return self.states[name]
 
     @property
     def reduced(self) -> Tensor:
@@ -356,7 +365,9 @@ class FlatShards:
             if in_leaves:  # with the leaf's version, which autograd looks at
                 own = local_of(self.leaves[index]).detach().view(-1)[start - place.start : stop - place.start]
             on_host = self.spec.trainable and "master" in self.placed.on_host_kinds
-            attributes |= {"elements": elements, "on_host": on_host}
+            grads_on = self.shown.device if self.spec.trainable else self.device
+            attributes |= {"elements": elements, "on_host": on_host, "grads_on": grads_on}
+            attributes["streamed"] = self.placed.streamed
             param = make_slice(ShardedParameter, own, self.spec.trainable, **attributes)
             _carry_attributes(place.info.param, param)
             self.optimizer_params.append(param)

@@ -11,9 +11,9 @@ Several tensors may show the same values (`p.data`, `p.detach()`): they share a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,30 +21,10 @@ from torch.utils._pytree import tree_map_only
 
 from zeromesh.engine.allowed import PROPERTIES, spelt
 from zeromesh.errors import ModelError
-from zeromesh.modules import clean_name
-
-_ORIGIN = "_zeromesh_origin"
+from zeromesh.modules import ORIGIN, Lazy, Source, tensors_of
 
 _CHUNK = 1 << 20
 """Elements that are converted at once, so that no rank holds a slice in two dtypes."""
-
-
-class Source(Protocol):
-    """Where a tensor's values are.
-
-    Args:
-        shape: of the whole tensor.
-    """
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def fill(self, target: Tensor, start: int) -> None:
-        """Elements from `start` of the flattened tensor on, into 1-D `target`, in its dtype and on its device.
-
-        Raises:
-            CheckpointError: they cannot be read.
-        """
 
 
 class _Unmade:
@@ -96,7 +76,7 @@ class _Cell:
         return self.values
 
 
-class LazyTensor(Tensor):
+class LazyTensor(Tensor, Lazy):
     """A tensor whose values are in files still: [Note: Lazy]. A lazy parameter passes for an `nn.Parameter`."""
 
     _cell: _Cell
@@ -129,8 +109,11 @@ class LazyTensor(Tensor):
 
     @property
     def source(self) -> Source | None:
-        """Where the values are; None once they are here."""
         return self._cell.source if self._cell.values is None else None
+
+    def in_dtype(self) -> Source | None:
+        source = self.source
+        return None if source is None or isinstance(source, _Unmade) else _Rounded(source=source, dtype=self.dtype)
 
     @property
     def whole(self) -> Tensor:
@@ -174,7 +157,7 @@ class LazyTensor(Tensor):
 
     def _lazily(self, like: Tensor) -> LazyTensor:
         """Another tensor of the same values, in the dtype of `like`."""
-        return LazyTensor.of(like, _Cell(_in_dtype(self)))
+        return LazyTensor.of(like, _Cell(self.in_dtype() or self.source))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -188,13 +171,6 @@ class LazyTensor(Tensor):
                     return found
         args, kwargs = tree_map_only(LazyTensor, lambda each: each.whole, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _in_dtype(tensor: LazyTensor) -> Source:
-    """Its values as it shows them: the source may be of a higher precision."""
-    source = tensor.source
-    assert source is not None  # not read yet
-    return source if isinstance(source, _Unmade) else _Rounded(source=source, dtype=tensor.dtype)
 
 
 # Functions that need no values ----------------------------------------------------------------------------------------
@@ -271,14 +247,6 @@ _WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
 }
 
 
-# Promises of a model -------------------------------------------------------------------------------------------------
-
-
-def lacks_values(tensor: Tensor) -> bool:
-    """Whether a tensor has none yet: lazy ones, and all else on the meta device."""
-    return tensor.is_meta or (isinstance(tensor, LazyTensor) and tensor.source is not None)
-
-
 def make_lazy(model: nn.Module, sources: Mapping[str, Source], origin: str) -> None:
     """Promises values of tensors by name; all others of the model are as fresh as any on the meta device.
 
@@ -288,7 +256,7 @@ def make_lazy(model: nn.Module, sources: Mapping[str, Source], origin: str) -> N
         origin: of the values, for people.
     """
     made: dict[int, LazyTensor] = {}
-    for name, tensor in _tensors(model):
+    for name, tensor in tensors_of(model):
         if tensor.is_meta and (name in sources or id(tensor) not in made):
             source = sources.get(name) or _Unmade(name, tuple(tensor.shape), origin)
             made[id(tensor)] = lazy = LazyTensor.of(tensor, _Cell(source))
@@ -296,51 +264,4 @@ def make_lazy(model: nn.Module, sources: Mapping[str, Source], origin: str) -> N
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             tensors.update({key: made[id(t)] for key, t in tensors.items() if id(t) in made})  # type: ignore[misc]
-    object.__setattr__(model, _ORIGIN, origin)
-
-
-def origin_of(module: nn.Module) -> str | None:
-    """The origin of a module's lazy values, as it was given."""
-    found: str | None = vars(module).get(_ORIGIN)
-    return found
-
-
-def settle(model: nn.Module) -> None:
-    """Puts tensors in the place of those lazy ones whose values were read since."""
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for key, tensor in tensors.items():
-                if isinstance(tensor, LazyTensor) and tensor.source is None:
-                    tensors[key] = tensor.whole  # type: ignore[assignment]  # a parameter where it was one
-
-
-def lazy_sources(model: nn.Module) -> dict[str, Source]:
-    """The lazy tensors of a model, under all of their names.
-
-    Raises:
-        ModelError: a module was made on the meta device since the promise, in the place of one that has values.
-    """
-    found: dict[str, Source] = {}
-    origins = {clean_name(name): origin for name, part in model.named_modules() if (origin := origin_of(part))}
-    for name, tensor in _tensors(model, persistent=True):
-        if isinstance(tensor, LazyTensor):
-            source = _in_dtype(tensor)
-            found |= {} if isinstance(source, _Unmade) else {name: source}
-        elif tensor.is_meta:
-            for prefix, origin in origins.items():
-                if not prefix or name.startswith(f"{prefix}."):
-                    raise ModelError(
-                        f"{name} is on the meta device and was not there when the model was made with lazy values from "
-                        f"{origin}, so it would begin anew: what is made since (new tokens, adapters, heads) must have "
-                        f"values of its own; or load the whole model, with from_pretrained of transformers"
-                    )
-    return found
-
-
-def _tensors(model: nn.Module, *, persistent: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """All tensors under all of their names, of buffers only those of a state dict if `persistent`."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        left_out = module._non_persistent_buffers_set if persistent else ()
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and key not in left_out:
-                yield clean_name(f"{prefix}.{key}".lstrip(".")), tensor
+    object.__setattr__(model, ORIGIN, origin)

@@ -101,7 +101,7 @@ class Changes:
     def loaded(self, params: Sequence[ShardedParameter]) -> None:
         """A load has changed `params`, or somebody by hand."""
         for unit in {param.unit for param in params}:
-            self.units[unit].forget_owed()
+            self.units[unit].written()
         self.stepped(params, None)
 
     def made_by(self, param: ShardedParameter) -> object:

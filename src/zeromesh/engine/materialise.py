@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.lazy import LazyTensor, Source, lacks_values
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import ModuleUnit
-from zeromesh.modules import clean_name
+from zeromesh.errors import ModelError
+from zeromesh.modules import ORIGIN, Lazy, Source, clean_name, lacks_values, tensors_of
 
 Init = Callable[[nn.Module], None]
 
@@ -109,7 +110,7 @@ class Materialiser:
         if isinstance(meta, DTensor):
             whole = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
         else:
-            whole = meta.meta() if isinstance(meta, LazyTensor) else meta
+            whole = meta.meta() if isinstance(meta, Lazy) else meta
         empty = torch.empty_like(whole, device=self.device).detach()
         if empty.is_floating_point():
             return empty.fill_(torch.nan)
@@ -210,3 +211,37 @@ def read_lazy(model: nn.Module, buffers: Iterable[FlatShards], lazy: Mapping[str
         values = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         source.fill(values, 0)
         tensor.data.copy_(values.view(tensor.shape))
+
+
+def settle(model: nn.Module) -> None:
+    """Puts tensors in the place of those lazy ones whose values were read since."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            values: dict[str, Any] = tensors
+            for key, tensor in values.items():
+                if isinstance(tensor, Lazy) and tensor.source is None:
+                    values[key] = tensor.whole
+
+
+def lazy_sources(model: nn.Module) -> dict[str, Source]:
+    """The lazy tensors of a model, under all of their names.
+
+    Raises:
+        ModelError: a module was made on the meta device since the promise, in the place of one that has values.
+    """
+    found: dict[str, Source] = {}
+    parts = {clean_name(name): vars(part) for name, part in model.named_modules()}
+    origins = {name: part[ORIGIN] for name, part in parts.items() if ORIGIN in part}
+    for name, tensor in tensors_of(model, persistent=True):
+        if isinstance(tensor, Lazy):
+            source = tensor.in_dtype()
+            found |= {} if source is None else {name: source}
+        elif tensor.is_meta:
+            for prefix, origin in origins.items():
+                if not prefix or name.startswith(f"{prefix}."):
+                    raise ModelError(
+                        f"{name} is on the meta device and was not there when the model was made with lazy values from "
+                        f"{origin}, so it would begin anew: what is made since (new tokens, adapters, heads) must have "
+                        f"values of its own; or load the whole model, with from_pretrained of transformers"
+                    )
+    return found

@@ -130,7 +130,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         check_optimizer(optimizer)
         take_slices(optimizer)
         _show_slices(optimizer)
-        vars(optimizer)["_steps_beside"] = _steps_beside(optimizer)
+        on_host = [param for param in _params(optimizer) if isinstance(param, ShardedParameter) and param.on_host]
+        vars(optimizer)["_streams"] = any(param.streamed for param in on_host)
+        vars(optimizer)["_steps_beside"] = bool(on_host) and steps_elementwise(type(optimizer))
         _checked[optimizer] = held
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # whose forward and backward are still to come
     _graded[optimizer] = [param for param in _params(optimizer) if has_closure or param.grad is not None]
@@ -170,25 +172,28 @@ def _surround_step(kind: type[Optimizer]) -> None:
 @as_python
 def _step_on_slices(step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """[Note: Stepping] of `zeromesh.engine.param`."""
-    own = {key: _outside(value) for key, value in kwargs.items()}
-    if vars(optimizer)["_steps_beside"] and all(value is None for value in (*args, *kwargs.values())):
+    given, loss = [value for value in (*args, *kwargs.values()) if value is not None], None
+    if vars(optimizer)["_steps_beside"] and len(given) <= 1 and all(map(callable, given)):
         from zeromesh.engine.beside import step_beside  # of host=
 
+        with torch.enable_grad():
+            loss, args, kwargs = given[0]() if given else None, (), {}  # torch's begin with the closure
         if step_beside(step, optimizer):
-            return None
+            return loss
+    if vars(optimizer)["_streams"]:
+        raise OptimizerError(
+            f"step=device needs one of torch's elementwise optimizers, without capturable or differentiable, and "
+            f"gradients in the masters' dtype: {type(optimizer).__name__} cannot step so; leave step=device out"
+        )
     try:
         with in_step():
-            return step(optimizer, *map(_outside, args), **own)
+            own = {key: _outside(value) for key, value in kwargs.items()}
+            found = step(optimizer, *map(_outside, args), **own)
+            return found if loss is None else loss
     except RuntimeError as failure:
         if not isinstance(failure, OptimizerError):  # those are alike on all ranks
             _require_known_states(optimizer, failure)
         raise
-
-
-def _steps_beside(optimizer: Optimizer) -> bool:
-    """Whether it may step on slices in the host's memory beside the next forward."""
-    known = optimizer not in WHOLE and steps_elementwise(type(optimizer))
-    return known and any(isinstance(param, ShardedParameter) and param.on_host for param in _params(optimizer))
 
 
 def _outside(closure: Any) -> Any:

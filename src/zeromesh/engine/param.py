@@ -182,6 +182,8 @@ class ShardedParameter(Slice, nn.Parameter):
         unit: index of the unit it belongs to.
         engine: weak reference to the engine.
         on_host: whether it lies in the host's memory, where an optimizer then steps on it.
+        streamed: whether an optimizer steps on the device although it lies there.
+        grads_on: where its gradients lie.
         changed: the unit's generation in which its values last changed.
         changed_by: weak reference to the optimizer that changed them then; None: a load, or a user by hand.
     """
@@ -189,6 +191,8 @@ class ShardedParameter(Slice, nn.Parameter):
     unit: int
     engine: Callable[[], Any]
     on_host: bool = False
+    streamed: bool = False
+    grads_on: torch.device
     changed: int = 1
     changed_by: Callable[[], object] | None = None
     _shown: Tensor | None = None
@@ -243,9 +247,9 @@ class ShardedParameter(Slice, nn.Parameter):
                 f"of shape {tuple(value.shape)}. For this rank's values write into `.grad.local`"
             )
         local = local_operand(self, value, "assignment of a gradient")
-        if local.device != self.local.device:
+        if local.device != self.grads_on:
             raise OptimizerError(
-                f"the gradient of {self.full_name} must be on {self.local.device}; got it on {local.device}"
+                f"the gradient of {self.full_name} must be on {self.grads_on}; got it on {local.device}"
             )
         return slice_of(self.elements, local.detach())
 

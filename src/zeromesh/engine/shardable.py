@@ -21,11 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from zeromesh.engine.lazy import LazyTensor
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.spread import local_of
 from zeromesh.errors import ModelError
-from zeromesh.modules import is_sharded
+from zeromesh.modules import Lazy, is_sharded
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
@@ -88,7 +87,8 @@ def _require_plain(param: nn.Parameter, name: str) -> None:
             f"{name} has no shape yet ({kind.__name__}): run the model once on a sample, on every rank, before zm.shard"
         )
     plain = nn.Parameter.__torch_function__, Tensor.__torch_dispatch__
-    if kind not in (DTensor, LazyTensor) and (kind.__torch_function__, kind.__torch_dispatch__) != plain:
+    known = kind is DTensor or issubclass(kind, Lazy)
+    if not known and (kind.__torch_function__, kind.__torch_dispatch__) != plain:
         raise ModelError(
             f"{name} is a {kind.__name__}, a subclass of Tensor that computes in its own way, and would be a plain "
             f"{param.dtype} tensor once it is sharded. Leave its module out of what zm.shard is given, or make it a "
@@ -124,7 +124,7 @@ def require_apart(params: Mapping[nn.Parameter, str]) -> None:
 
 
 def _memory(param: nn.Parameter) -> Tensor:
-    return param.meta() if isinstance(param, LazyTensor) else local_of(param)
+    return param.meta() if isinstance(param, Lazy) else local_of(param)
 
 
 def _span(param: Tensor) -> tuple[int, int]:

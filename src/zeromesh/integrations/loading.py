@@ -24,10 +24,10 @@ from torch import Tensor
 
 from zeromesh.checkpoint.safetensors import Stored, read_headers
 from zeromesh.checkpoint.sources import Computed, Last, Tiled, joined, stacked
-from zeromesh.engine.lazy import Source, make_lazy
+from zeromesh.engine.lazy import make_lazy
 from zeromesh.errors import InputError, ModelError
 from zeromesh.integrations.versions import names_of, require_attributes, require_known
-from zeromesh.modules import DTYPE_NAMES, DTYPES
+from zeromesh.modules import DTYPE_NAMES, DTYPES, Source
 from zeromesh.progress import progress
 from zeromesh.strategy.plan import dtype_name
 

@@ -29,7 +29,6 @@ from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.full_state import full_state_dict
 from zeromesh.checkpoint.huggingface import load_safetensors
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.lazy import lacks_values
 from zeromesh.engine.optim import ELEMENTWISE, steps_elementwise
 from zeromesh.errors import CheckpointError, InputError, ModelError, OptimizerError
 from zeromesh.integrations.methods import (
@@ -42,7 +41,7 @@ from zeromesh.integrations.methods import (
 )
 from zeromesh.integrations.saved import checkpoints_of, is_peft
 from zeromesh.integrations.versions import require_known, require_overridden
-from zeromesh.modules import find_blocks
+from zeromesh.modules import find_blocks, lacks_values
 from zeromesh.sharding import Sharding
 
 require_known("transformers")

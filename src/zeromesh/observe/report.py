@@ -116,7 +116,9 @@ def _optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
     places = {
         p: "host" if "master" in b.placed.on_host_kinds else "device" for b in buffers for p in b.optimizer_params
     }
-    predicted, held = Counter[str](), Counter[str]()
+    # States that come to the device for a step lie on the host as the buffer does, with its padding.
+    streamed = {b.optimizer_params[0]: b for b in buffers if b.placed.streamed}
+    predicted, held = Counter[str](), dict[str, list[Tensor]](device=[], host=[])
     take_slices(optimizer)
     if isinstance(optimizer, OwnerOptimizer):
         own = [param for param in WHOLE[optimizer] if param in grad_dtypes]
@@ -126,13 +128,17 @@ def _optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
     for index, group in enumerate(optimizer.param_groups):
         rates: dict[object, int] = {}
         for param in (param for param in group["params"] if param in grad_dtypes):
-            held[places[param]] += sum(state.untyped_storage().nbytes() for state in _element_states(optimizer, param))
+            numel = 0 if param.streamed else param.local.numel()
+            held[places[param]] += [] if param.streamed else _element_states(optimizer, param)
+            if param in streamed:
+                numel = streamed[param].optimizer_shard[0].numel()
+                held["host"] += streamed[param].states.values()
             if param.requires_grad:
                 kind = param.dtype, grad_dtypes[param]
                 if kind not in rates:
                     rates[kind] = _state_bytes(optimizer, index, param, grad_dtypes[param])
-                predicted[places[param]] += rates[kind] * param.local.numel()
-    return {place: (predicted[place], held[place]) for place in ("device", "host")}
+                predicted[places[param]] += rates[kind] * numel
+    return {place: (predicted[place], _storage_bytes(states)) for place, states in held.items()}
 
 
 def _element_states(optimizer: torch.optim.Optimizer, param: Tensor) -> list[Tensor]:
@@ -225,6 +231,7 @@ class traffic_report:  # used as a function that is also a context
             micro_batches=self._micro_batches,
             recompute=self._recompute,
             returned=lambda unit: unit in returned or not returned,
+            moments=max((len(b.states) for unit in self._engine.units for b in unit.buffers if b.states), default=2),
         )
         schedule, sent = self._engine.schedule, Counter[str]()
         for call in self.calls:

@@ -323,7 +323,7 @@ def _parts(
         _refuse(
             engine, plan, f"{plan.parallel}: what is emitted shards over data-parallel ranks alone (see torchtitan)"
         )
-    default = replace(plan.strategy, collective="auto", overlap="all", prefetch=1)
+    default = replace(plan.strategy, collective="auto", overlap="all", prefetch=1, step="host")
     if plan.strategy != default:
         options = str(plan.strategy).partition(";")[2]
         _refuse(engine, plan, f"the option {options}: its own are other ones")

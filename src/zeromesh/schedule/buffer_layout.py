@@ -201,7 +201,8 @@ class BufferLayout:
             from_kept = replace(from_kept, up=_copy("up", kept, buffer.param_dtype))
         elif "params" in on_host and self.kept_axis is None:
             from_kept = replace(from_kept, up=_copy("up", params, buffer.param_dtype))
-        if buffer.trainable and host.shards_states and (not host.shards_params or routes["refresh"].steps):
+        both = host.shards_params and routes["refresh"].steps
+        if buffer.trainable and host.shards_states and (both or not (host.shards_params or self.streamed)):
             up = _copy("up", states, buffer.param_dtype)
             down, passing = None, 0
             if host.shards_params:
@@ -209,7 +210,8 @@ class BufferLayout:
             routes["refresh"] = replace(routes["refresh"], up=up, down=down, passing=passing)
         if buffer.trainable and host.shards_states:
             grads, dtype = self.numel(layout.grad_axes), buffer.grad_dtype
-            routes["boundary"] = replace(routes["boundary"], down=_copy("down", states, dtype))
+            if host.shards_grads or not self.streamed:
+                routes["boundary"] = replace(routes["boundary"], down=_copy("down", states, dtype))
             if host.shards_grads:
                 routes["reduce"] = replace(routes["reduce"], down=_copy("down", grads, dtype))
             if host.shards_grads and routes["boundary"].steps:
@@ -286,6 +288,24 @@ class BufferLayout:
         return _host(self.layout, self.buffer)
 
     @property
+    def streamed(self) -> bool:
+        """Whether the state shard lies on the host and comes to the device for each step of the optimizer."""
+        return self.host.shards_states and self.buffer.trainable and self.layout.strategy.step == "device"
+
+    def stream(self, moments: int) -> tuple[Transfer, ...]:
+        """The copies of one such step: master and so many states up and down; gradients up and the compute copy down
+        where these lie on the host."""
+        master, on_host = self.buffer.master_dtype, self.on_host_kinds
+        if not self.streamed or master is None:
+            return ()
+        up = [master] * (1 + moments) + [self.buffer.grad_dtype] * ("grads" in on_host)
+        down = [master] * (1 + moments) + [self.buffer.param_dtype] * (
+            "params" in on_host and not self.master_in_params
+        )
+        states = self.numel(self.layout.significant)
+        return (*(_copy("up", states, dtype) for dtype in up), *(_copy("down", states, dtype) for dtype in down))
+
+    @property
     def master_in_params(self) -> bool:
         """Whether the optimizer's copy is this rank's part of the compute copy: same dtype, and a refresh brings the
         others the same values. Through a wire with less precision all ranks compute with its rounded values, this one
@@ -324,9 +344,10 @@ class BufferLayout:
         master = grads = kept = shown = cast = 0
         if buffer.master_dtype is not None:
             grads = self.numel(layout.grad_axes) * ITEM_BYTES[buffer.grad_dtype]
-            if host.shards_states and not host.shards_grads:
+            if host.shards_states and not host.shards_grads and not self.streamed:
                 shown = self.numel(layout.significant) * ITEM_BYTES[buffer.grad_dtype]
-            if host.shards_states and not host.shards_params and buffer.master_dtype != buffer.param_dtype:
+            on_way = host.shards_states and not host.shards_params and not self.streamed
+            if on_way and buffer.master_dtype != buffer.param_dtype:
                 cast = self.numel(layout.significant) * ITEM_BYTES[buffer.param_dtype]
             if not self.master_in_params:
                 master = self.numel(layout.significant) * ITEM_BYTES[buffer.master_dtype]

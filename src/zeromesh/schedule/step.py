@@ -122,6 +122,7 @@ def step_transfers(
     micro_batches: int,
     recompute: bool = False,
     returned: Callable[[int], bool] = lambda unit: True,
+    moments: int = 2,
 ) -> list[tuple[int, Transfer]]:
     """Every collective of one step in steady state, as (unit, transfer), in the order of issue.
 
@@ -130,8 +131,11 @@ def step_transfers(
         micro_batches: at least 1.
         recompute: whether the forwards of all blocks are repeated in the backward.
         returned: as in `run_micro_batch`.
+        moments: states that the optimizer keeps of each element.
     """
     counted = Counted(schedule)
+    for unit in schedule.order:
+        counted.sent += [(unit, copy) for placed in schedule.placed[unit] for copy in placed.stream(moments)]
     interpreter = Interpreter(schedule=schedule, backend=counted)
     interpreter.stepped(range(len(schedule.units)))
     for micro in range(micro_batches):

@@ -72,7 +72,8 @@ class ClockBackend:
         record: keep events.
         cores: of the device, where it moves the bytes itself.
         host: of a transfer, and of all that it can be ahead: [Note: Host].
-        steps: by unit, seconds of the optimizer's step in the host's memory, which runs beside the next forward.
+        steps: by unit, of the optimizer's step on slices on the host, which runs beside the next forward: seconds, and
+            bytes copied.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class ClockBackend:
         record: bool,
         cores: float | None = None,
         host: HostSeconds = ABREAST,
-        steps: Sequence[float] = (),
+        steps: Sequence[tuple[float, float]] = (),
     ) -> None:
         self.chains = chains
         self.mechanics = mechanics
@@ -188,8 +189,10 @@ class ClockBackend:
     def begin_step(self) -> None:
         """The host is abreast of the device, and steps on one unit after the other."""
         self.host_s = self.now_s
-        for unit in (unit for unit in self.chains.schedule.order if self._steps and self._steps[unit]):
-            work = Work("step", (HOST,), CollectiveCost(seconds=self._steps[unit]), (0.0,))
+        for unit in (unit for unit in self.chains.schedule.order if self._steps and any(self._steps[unit])):
+            seconds, copied_bytes = self._steps[unit]
+            self.totals.sent_bytes[HOST] += copied_bytes  # type: ignore[assignment]  # counters of bytes are floats here
+            work = Work("step", (HOST,), CollectiveCost(seconds=seconds), (copied_bytes,))
             self._stepping[unit] = self.network.submit(Job((work,), unit, self.micro_batch, "step"), "step")
 
     def signature(self, name: Callable[[int], object] = lambda unit: unit) -> Signature:

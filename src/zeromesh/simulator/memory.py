@@ -62,6 +62,14 @@ def step_bytes(schedule: Schedule, per_element: float) -> float:
     return per_element * state_elements(schedule)
 
 
+def streamed_bytes(schedule: Schedule) -> float:
+    """The memory of states that come from the host for a step: two units' at a time, of even and of odd number."""
+    units = [
+        sum(c.sent_bytes for p in unit for c in p.stream(MOMENTS) if c.operation == "up") for unit in schedule.placed
+    ]
+    return float(max(units[::2], default=0) + max(units[1::2], default=0))
+
+
 def unreduced_bytes(schedule: Schedule, specs: Sequence[Sequence[UnitSpec]], *, planned: bool) -> tuple[float, ...]:
     """By unit: gradients alive during its backward that are part of no buffer.
 

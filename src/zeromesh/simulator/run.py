@@ -20,7 +20,7 @@ from zeromesh.errors import InputError, NotationError
 from zeromesh.model import ModelSpec, UnitSpec
 from zeromesh.schedule import Bucket, BucketSteps, Interpreter, Schedule, lent_axes
 from zeromesh.schedule.step import Phase, run_forward, run_micro_batch
-from zeromesh.schedule.transfer import HOST_AXIS
+from zeromesh.schedule.transfer import COPIES, HOST_AXIS
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ABREAST, ClockBackend, HostSeconds, Totals
 from zeromesh.simulator.computation import (
@@ -32,7 +32,16 @@ from zeromesh.simulator.computation import (
 )
 from zeromesh.simulator.division import Division, Part
 from zeromesh.simulator.mechanics import Mechanics, find_engine
-from zeromesh.simulator.memory import Activations, MemoryBytes, host_bytes, memory_bytes, step_bytes, unreduced_bytes
+from zeromesh.simulator.memory import (
+    MOMENTS,
+    Activations,
+    MemoryBytes,
+    host_bytes,
+    memory_bytes,
+    step_bytes,
+    streamed_bytes,
+    unreduced_bytes,
+)
 from zeromesh.simulator.network import Job
 from zeromesh.simulator.owned import OwnedTensors, owned_tensors
 from zeromesh.simulator.result import AxisTraffic, PipelineRank, Simulation
@@ -311,6 +320,7 @@ class Setup:
     def peak_memory(self, activations: Activations) -> MemoryBytes:
         """Peak memory of a step with these activations."""
         stepping = max(step_bytes(self.schedule, self.mechanics.step_bytes), self.room_bytes)
+        stepping += streamed_bytes(self.schedule)
         return self.memory(max(activations.peak, stepping))
 
     def optimizer_seconds(self) -> float:
@@ -319,10 +329,19 @@ class Setup:
         owned = sum(each.numel for each in self.owned) / layout.degree(layout.significant)
         return self.compute.optimizer(sum(self._sliced(on_host=False)) - owned)
 
-    def host_step_seconds(self) -> list[float]:
-        """By unit, on the host, whose memory the devices of a machine share."""
-        devices = self.cluster.machine_devices
-        return [self.compute.host_step(numel, devices) for numel in self._sliced(on_host=True)]
+    def host_steps(self) -> list[tuple[float, float]]:
+        """By unit, of slices on the host: seconds of their step there, in memory that the devices of a machine share,
+        or on the device beside their copies; and bytes that are copied for it."""
+        steps = []
+        for numel, unit in zip(self._sliced(on_host=True), self.schedule.placed, strict=True):
+            copies = [copy for placed in unit for copy in placed.stream(MOMENTS)]
+            if not copies:
+                steps.append((self.compute.host_step(numel, self.cluster.machine_devices), 0.0))
+                continue
+            ways = [sum(c.sent_bytes for c in copies if c.operation == way) for way in COPIES]
+            copied_s = max(ways) / self.compute.constants.host_copy_bytes_per_s
+            steps.append((max(copied_s, self.compute.optimizer(numel)), float(sum(ways))))
+        return steps
 
     def _sliced(self, *, on_host: bool) -> list[float]:
         """By unit, trained elements of a rank's state shards in one place, without padding."""
@@ -380,7 +399,7 @@ class Step:
             record=record,
             cores=setup.cluster.device.cores,
             host=setup.host,
-            steps=() if setup.schedule.memory.host is None else setup.host_step_seconds(),
+            steps=() if setup.schedule.memory.host is None else setup.host_steps(),
         )
         self.interpreter: Interpreter[Job] = Interpreter(schedule=setup.schedule, backend=self.backend)
         self.activations = setup.activations(record=record)

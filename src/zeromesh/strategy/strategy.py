@@ -11,7 +11,7 @@
     stage    = "0" | "1" | "2" | "3" | "3k" | "3d" | "3dk" | "3h" | "3dh"            the host's: none that keeps
     wire     = "@" [P] "/" [G ["+ef"]] | "@" P           +ef: error feedback, on a quantised G
     P, G     = dtype | "int8[" block "]" | "int4[" block "]"
-    option   = collective=auto|flat|hierarchical|ho_ring, overlap=all|gather|none, prefetch=K
+    option   = collective=auto|flat|hierarchical|ho_ring, overlap=all|gather|none, prefetch=K, step=host|device
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from zeromesh.strategy.collective import AUTO, collectives
 from zeromesh.strategy.stage import DEFAULT_WIRE, HOST, Stage, Wire, preset_axes
 
 Overlap = Literal["all", "gather", "none"]
+Stepping = Literal["host", "device"]
 Split = int | Literal["*"] | None
 
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
+STEPPINGS: tuple[Stepping, ...] = get_args(Stepping)
 MAX_PREFETCH = 64
 
 _AXIS = re.compile(
@@ -79,6 +81,7 @@ _PART = re.compile(r"<\w+>|[\w.*?\[\]!-]+", re.ASCII)
 class Strategy:
     """A ZeRO stage for every mesh axis, innermost axis first, in normal form, and for the host's memory (or `percent`
     of the tensors); and those of parts of the model that have their own (`parts`: by name, in the order of names).
+    `step` says where the optimizer steps on shards that lie on the host.
 
     Two spellings of one layout are equal, and ``Strategy.parse(str(s)) == s``:
 
@@ -97,6 +100,7 @@ class Strategy:
     collective: str = AUTO
     overlap: Overlap = "all"
     prefetch: int = 1
+    step: Stepping = "host"
     host: Stage = Stage.ZERO
     percent: int = 100
     parts: tuple[tuple[str, Strategy], ...] = ()
@@ -111,6 +115,7 @@ class Strategy:
         if self.host is Stage.ZERO or not self.percent:
             object.__setattr__(self, "host", Stage.ZERO)
             object.__setattr__(self, "percent", 100)
+            object.__setattr__(self, "step", "host")
         _check_mix(self.axes)
 
     @classmethod
@@ -255,6 +260,8 @@ def _check_options(strategy: Strategy) -> None:
         raise NotationError(f"collective must be {one_of(strategy.collective, collectives())}")
     if strategy.overlap not in OVERLAPS:
         raise NotationError(f"overlap must be {one_of(strategy.overlap, OVERLAPS)}")
+    if strategy.step not in STEPPINGS:
+        raise NotationError(f"step must be {one_of(strategy.step, STEPPINGS)}")
     if not 0 <= strategy.prefetch <= MAX_PREFETCH:
         raise NotationError(f"prefetch must be 0 to {MAX_PREFETCH} units; got {strategy.prefetch}")
 

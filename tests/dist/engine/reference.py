@@ -416,12 +416,13 @@ class Comparison:
             if (param.grad is None) != (expected is None):
                 self.found.append(f"gradient {step} of {param.full_name}: {param.grad} instead of {expected}")
             elif expected is not None:
-                pairs[param.full_name] = param.grad.local, _slice(param, expected)  # type: ignore[union-attr]
+                expected = _slice(param, expected).to(param.grads_on)
+                pairs[param.full_name] = param.grad.local, expected  # type: ignore[union-attr]
         if self.case.precision == "bf16-wire" and step == 0:
             for param in self._trained():
                 if param.full_name in pairs:
                     got, wanted = pairs[param.full_name]
-                    if not bool(((got - wanted).abs() <= self._allowed(param, record)).all()):
+                    if not bool(((got - wanted).abs() <= self._allowed(param, record).to(got.device)).all()):
                         self.found.append(f"first gradient of {param.full_name}: off by more than its roundings")
         elif self.case.precision == "fp64" or step == 0:
             self._compare(f"gradient {step}", pairs, record.grads)

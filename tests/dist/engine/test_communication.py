@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import Case, backward, sharded
+from tests.dist.engine.reference import Case, backward, sharded, take_step
 from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
@@ -73,6 +73,34 @@ def test_copies_to_and_from_the_host():
                 down = 4 * (grads * (micro_batches - further) + states * further)
                 up += 4 * grads * (further and micro_batches > 1)
             assert (lines["down"].sent_bytes, lines["up"].sent_bytes) == (down, up), (host, mix)
+
+
+@on_ranks(4)
+def test_copies_for_a_step_on_the_device():
+    """AdamW's 12 bytes an element each way; gradients up and parameters down where these lie on the host."""
+    case = Case(precision="bf16-wire", micro_batches=1)
+    for host, mix, up, down in (
+        ("1", "node=3,cluster=1", 12, 12),
+        ("2", "node=3,cluster=3", 12 + 4, 12 + 4),
+        ("3d", "node=3,cluster=3d", 12, 12 + 2),
+    ):
+        with sharded(f"host={host},{mix};step=device", case, mesh_of(2, 2)) as (model, optimizer):
+            buffers = [placed for unit in engine_of(model).schedule.placed for placed in unit]
+            states = sum(placed.padded for placed in buffers if placed.buffer.trainable) // 4
+            gathered = sum(placed.padded for placed in buffers) // 4 * 2 * 2 * (host == "3d")  # forward and backward
+            take_step(model, optimizer, case, 0)  # which makes the states
+            backward(model, case, 1)
+            with zm.traffic_report(model, micro_batches=1) as traffic:
+                optimizer.step()
+                optimizer.zero_grad()
+                backward(model, case, 2)
+            lines = {line.direction: line for line in traffic.lines() if line.axis == "host"}
+        assert all(line.sent_bytes == line.predicted_bytes for line in lines.values()), (host, mix)
+        assert lines["down"].sent_bytes == down * states, host
+        if host != "3d":  # whose parameters also come up for each gather, units that stay gathered once
+            assert lines["up"].sent_bytes == up * states, host
+        else:
+            assert up * states < lines["up"].sent_bytes <= up * states + gathered
 
 
 HOSTED = (

@@ -30,12 +30,13 @@ EACH = ("node=0,cluster=3d", "node=1,cluster=2", "node=2,cluster=0", "node=3,clu
 EACH_KEPT = ("node=3k,cluster=3dk", "node=3,cluster=3k")
 """Each stage once on each axis, for properties that depend on one axis and its stage only."""
 
+STEPS = ("host", "device")
 HOSTED = [
-    f"host{'[40%]' if at % 3 == 2 else ''}={host},{mix.replace('k', 'h') if at % 4 else mix}"
+    f"host{'[40%]' if at % 3 == 2 else ''}={host},{mix.replace('k', 'h') if at % 4 else mix};step={STEPS[at // 2 % 2]}"
     for at, (host, mix) in enumerate(product(("1", "2", "3", "3d"), (*EACH, *EACH_KEPT)))
 ][::2]
 """Each stage of the host over every second of these, with kept copies there too in every second one; in every third one
-of a share of the tensors."""
+of a share of the tensors. Every second one is stepped on the device."""
 
 BOTH = Case(optimizer="both")
 CASES = (
@@ -74,11 +75,12 @@ def test_shards_in_the_host_s_memory(turn):
 @given(
     host=st.sampled_from(["=0", "=1", "=2", "=3", "=3d", "[15%]=1", "[35%]=2", "[60%]=3", "[85%]=3d"]),
     strategy=st.sampled_from([mix.replace("k", "h") for mix in TWO + TWO_KEPT]),
+    step=st.sampled_from(STEPS),
     case=st.sampled_from(CASES),
 )
 @on_ranks(4)
-def test_any_mix_over_any_stage_of_the_host(host, strategy, case):
-    check(f"host{host},{strategy}", case, 2, 2)
+def test_any_mix_over_any_stage_of_the_host(host, strategy, step, case):
+    check(f"host{host},{strategy};step={step}", case, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +93,12 @@ def test_any_mix_over_any_stage_of_the_host(host, strategy, case):
         (Case(optimizer="both", precision="bf16-wire", steps=1), EACH),
         (Case(precision="bf16-wire", steps=1, weighted=True), ("node=0,cluster=0",)),
         (Case(precision="bf16-wire", micro_batches=1), ("node=1,cluster=1",)),
-        (Case(precision="bf16-wire", steps=1), ("host=1,node=3,cluster=1", "host=2,node=1,cluster=0")),
-        (Case(precision="bf16", steps=1), ("host=3,node=3,cluster=2", "host=3d,node=3,cluster=3h")),
+        (Case(precision="bf16-wire", steps=1), ("host=1,node=3,cluster=1", "host=2,node=1,cluster=0;step=device")),
+        (
+            Case(precision="bf16-wire", steps=2),
+            ("host=1,node=3,cluster=1;step=device", "host=3,node=3,cluster=2;step=device"),
+        ),
+        (Case(precision="bf16", steps=1), ("host=3,node=3,cluster=2", "host=3d,node=3,cluster=3h;step=device")),
     ],
     ids=str,
 )
@@ -160,7 +166,8 @@ def test_the_place_of_shards_changes_no_bit():
         for mix, hosts in places.items():
             expected = trained(mix, case, 2, 2)
             for host in hosts:
-                require_same(host, trained(f"host={host},{mix}", case, 2, 2), expected)
+                for step in STEPS:
+                    require_same(host, trained(f"host={host},{mix};step={step}", case, 2, 2), expected)
 
 
 @on_ranks(4)

@@ -18,9 +18,9 @@ from tests.dist.integrations.hugging import SIZES, arguments, build, curve, laun
 from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
 from zeromesh.checkpoint.safetensors import Stored
-from zeromesh.engine.lazy import lacks_values
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import CheckpointError, InputError, MismatchError, ModelError
+from zeromesh.modules import lacks_values
 
 
 def saved(directory: Path, kind: str) -> Any:

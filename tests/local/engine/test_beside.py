@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 import zeromesh as zm
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.param import UNSETTLED
-from zeromesh.errors import CommunicationError
+from zeromesh.errors import CommunicationError, OptimizerError
 
 HOST = "host=1,node=0,cluster=0"
+STREAMED = f"{HOST};step=device"
 DEVICE = "node=0,cluster=0"
 
 
@@ -44,9 +46,10 @@ def stepped(optimizer: torch.optim.Optimizer, *models: nn.Module) -> None:
 
 @contextmanager
 def held(model: nn.Module) -> Iterator[threading.Event]:
-    """The model's steps on the host wait for the event."""
-    gate = threading.Event()
-    engine_of(model).backend.lanes["step"].submit(gate.wait)
+    """The model's steps wait for the event."""
+    gate, lanes = threading.Event(), engine_of(model).backend.lanes
+    for name in (name for name in lanes if name.startswith("step")):
+        lanes[name].submit(gate.wait)
     try:
         yield gate
     finally:
@@ -71,10 +74,11 @@ LOOKS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("host", [HOST, STREAMED])
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
-def test_whoever_looks_comes_after_the_step(look):
+def test_whoever_looks_comes_after_the_step(look, host):
     found = []
-    for strategy in None, HOST:
+    for strategy in None, host:
         model = make(strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
@@ -94,8 +98,9 @@ def test_whoever_looks_comes_after_the_step(look):
     assert found[1] == pytest.approx(found[0], rel=1e-12)
 
 
-def test_gradients_that_are_dropped_meanwhile_are_stepped_on():
-    model, plain = make(HOST), make(None)
+@pytest.mark.parametrize("strategy", [HOST, STREAMED])
+def test_gradients_that_are_dropped_meanwhile_are_stepped_on(strategy):
+    model, plain = make(strategy), make(None)
     for each in model, plain:
         optimizer = torch.optim.AdamW(each.parameters(), lr=0.01)
         stepped(optimizer, each)
@@ -147,9 +152,10 @@ def test_a_backward_comes_after_the_steps_of_units_that_its_forward_leaves_out()
     assert found[1] == pytest.approx(found[0], rel=1e-12)
 
 
-def test_one_optimizer_over_the_host_the_device_and_a_plain_tensor():
+@pytest.mark.parametrize("host", [HOST, STREAMED])
+def test_one_optimizer_over_the_host_the_device_and_a_plain_tensor(host):
     found = []
-    for strategies in (None, None), (HOST, DEVICE):
+    for strategies in (None, None), (host, DEVICE):
         models, extra = [make(strategy) for strategy in strategies], nn.Parameter(torch.ones(3, dtype=torch.double))
         groups = [{"params": list(models[0].parameters()), "lr": torch.tensor(0.1)}, {"params": [extra]}]
         optimizer = torch.optim.SGD([*groups, {"params": list(models[1].parameters())}], lr=0.01, momentum=0.9)
@@ -164,9 +170,10 @@ def test_one_optimizer_over_the_host_the_device_and_a_plain_tensor():
     assert found[1] == pytest.approx(found[0], rel=1e-12)
 
 
-def test_a_loss_scaler_skips_and_scales_steps_beside_the_forward():
+@pytest.mark.parametrize("host", [HOST, STREAMED])
+def test_a_loss_scaler_skips_and_scales_steps_beside_the_forward(host):
     found = []
-    for strategy in None, HOST:
+    for strategy in None, host:
         model = make(strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
@@ -178,6 +185,68 @@ def test_a_loss_scaler_skips_and_scales_steps_beside_the_forward():
             optimizer.zero_grad()
         found.append([p.sum().item() for p in model.parameters()] + [scaler.get_scale()])
     assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
+KINDS = {
+    "AdamW": partial(torch.optim.AdamW, lr=0.01),
+    "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "NAdam": partial(torch.optim.NAdam, lr=0.01),
+    "Rprop": partial(torch.optim.Rprop, lr=0.01),
+    "ASGD": partial(torch.optim.ASGD, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("host", ["1", "2", "3", "3d"])
+def test_a_step_on_the_device_is_that_of_plain_torch_to_the_bit(kind, host):
+    """With a write by hand, states that are loaded, and a parameter that has no gradient for once."""
+    found = []
+    for strategy in None, f"host={host},node=0,cluster=0;step=device":
+        model = make(strategy)
+        params = list(model.parameters())
+        optimizer = kind(params)
+        for seed in range(5):
+            backward(model, seed)
+            if seed == 2:
+                with torch.no_grad():
+                    params[1].mul_(0.5)
+                params[1].grad = None
+            if seed == 3:
+                states = optimizer.state_dict()
+                optimizer = kind(params)
+                optimizer.load_state_dict(states)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(torch.cat([param.local if strategy else param.detach().flatten() for param in params]))
+        held = [value for state in optimizer.state.values() for value in state.values()]
+        found.append(torch.tensor([float(value.sum()) for value in held if isinstance(value, Tensor)]))
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+
+
+def test_a_closure_is_evaluated_before_a_step_beside_the_forward():
+    found = []
+    for strategy in None, HOST, STREAMED:
+        model = make(strategy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 5, dtype=torch.double)).square().sum()
+            loss.backward()
+            return loss
+
+        found.append([optimizer.step(closure).item() for _ in range(4)])
+    assert found[0] == pytest.approx(found[1], rel=1e-12) and found[0] == found[2]
+
+
+def test_other_optimizers_do_not_step_on_the_device():
+    model = make(STREAMED)
+    backward(model, 0)
+    with pytest.raises(OptimizerError, match="AdamW cannot step so; leave step=device out"):
+        torch.optim.AdamW(model.parameters(), capturable=True, foreach=True).step()
 
 
 @pytest.mark.parametrize(("options", "fused"), [({}, True), ({"foreach": False}, False), ({"fused": False}, False)])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import zeromesh as zm
-from zeromesh.engine.lazy import lacks_values
 from zeromesh.errors import ConfigError
+from zeromesh.modules import lacks_values
 from zeromesh.train.config import ModelConfig
 from zeromesh.train.loop import build_language_model
 

@@ -40,7 +40,16 @@ def test_bytes_on_every_axis_are_the_schedules(strategy, recomputation):
     assert {a.axis: a.bytes_sent_per_device for a in simulated.axes} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("strategy", ["host=1,node=3,cluster=1", "host=2,node=1,cluster=0", "host=3,node=3,cluster=3h"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "host=1,node=3,cluster=1",
+        "host=2,node=1,cluster=0",
+        "host=3,node=3,cluster=3h",
+        "host=1,node=3,cluster=1;step=device",
+        "host=3,node=3,cluster=1;step=device",
+    ],
+)
 def test_shards_in_the_host_s_memory(strategy):
     """Bytes and memory are the schedule's; the step on the host is its memory's, which eight ranks share."""
     cluster, workload = A800.take(16), work(3)

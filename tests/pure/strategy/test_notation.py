@@ -81,6 +81,8 @@ def test_print_is_the_inverse_of_parse(text):
         ("node=3;prefetch=1;overlap=all;collective=auto", "node=3"),
         ("node=3;prefetch=02;overlap=gather", "node=3;overlap=gather;prefetch=2"),
         ("node=3;prefetch=3;collective=flat", "node=3;collective=flat;prefetch=3"),
+        ("host=1,node=3;step=device;prefetch=2", "host=1,node=3;prefetch=2;step=device"),
+        ("host=0,node=3;step=device", "node=3"),
     ],
 )
 def test_two_spellings_of_one_layout_are_equal(text, printed):
@@ -252,6 +254,7 @@ def test_presets_elsewhere(text, axes, expected):
         ("node=3dk,cluster=2", r"cluster=2 cannot stand with node=3dk"),
         ("node=3k,cluster=3", r"node=3k keeps what cluster=3 does not, .* write cluster=3k, or drop the k of node$"),
         ("node=3k,cluster=3d", r"node=3k keeps what cluster=3d does not, .* write cluster=3dk"),
+        ("host=1,node=3;step=gpu", r"step must be one of host, device; got 'gpu'"),
         ("node=3;prefetch", r"expected an option as in ;prefetch=2; got 'prefetch'"),
         ("node=3;prefech=2", r"got 'prefech=2': did you mean prefetch"),
         ("node=3;prefetch=1;prefetch=2", r"option prefetch is given twice"),
