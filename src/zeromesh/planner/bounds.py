@@ -44,6 +44,7 @@ from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.simulator.computation import Computation, MicroBatchSeconds, idle_seconds
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.mechanics import ENGINES, Mechanics
+from zeromesh.simulator.memory import MOMENTS
 from zeromesh.simulator.owned import by_owners, newton_schulz_s
 from zeromesh.simulator.units import schedule_units
 from zeromesh.simulator.workload import FixedWorkload
@@ -267,7 +268,8 @@ class Bounds:
         most, moving = max(self._taken), self._most_moved
         real = np.minimum(1.0, MOST_TAKEN / np.maximum(len(LANES) * most + moving + adding, 1e-9))
         edge = 2 * most * real
-        on_host_s = self.host.shards_states * self.compute.host_step(1.0, self.cluster.machine_devices)
+        streamed = (1 + MOMENTS) * ITEM_BYTES[self.workload.master_dtype] / self.constants.host_copy_bytes_per_s
+        on_host_s = min(streamed, self.compute.host_step(1.0, self.cluster.machine_devices)) * self.host.shards_states
         return TimeBound(
             lanes=lanes,
             busy=busy,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zeromesh.cluster import Cluster
@@ -180,6 +180,13 @@ class Evaluator:
         if candidate not in self._estimates:
             self._estimates[candidate] = self._estimate(candidate)
         return self._estimates[candidate]
+
+    def estimate_steps(self, candidate: Candidate, *, streamed: bool) -> Estimate:
+        """The same; of states on the host, that of the better place for the step, if they may be `streamed`."""
+        found = [self.estimate(candidate)]
+        if streamed and candidate.strategy.host.shards_states:
+            found.append(self.estimate(replace(candidate, strategy=replace(candidate.strategy, step="device"))))
+        return min(found, key=lambda estimate: (not self.fits(estimate), estimate.step_s))
 
     def step_s(self, candidate: Candidate) -> float:
         """Seconds of a step by its estimate."""

@@ -263,7 +263,7 @@ def search(
     if not ranked and pool.crowded is not None and refuses is None:
         for host in HOSTS[1:]:
             for strategy in shares_of(replace(pool.crowded.strategy, host=host)):
-                evaluator.estimate(replace(pool.crowded, strategy=strategy))
+                evaluator.estimate_steps(replace(pool.crowded, strategy=strategy), streamed=True)
         ranked = _fitting(evaluator)
     if not ranked:
         if options.host == "auto" and not hostless:
@@ -432,7 +432,7 @@ def _simulate_in_order(pool: _Pool, evaluator: Evaluator, options: Options, best
             seen.add(key)
             if options.max_simulations is not None and simulated >= options.max_simulations and best_s < np.inf:
                 return best_s, left_s
-            estimate = evaluator.estimate(candidate)
+            estimate = evaluator.estimate_steps(candidate, streamed=pool.refuses is None)
             simulated += 1
             if evaluator.fits(estimate):
                 best_s = min(best_s, estimate.step_s)

@@ -48,7 +48,9 @@ def simplicity(evaluator: Evaluator, estimate: Estimate, known: Collection[Strat
     return (
         _degrees(estimate.candidate),
         len(strategy.axes) - len(strategy.names) + hosted_kinds(strategy.host),
-        len({term.name for term in strategy.axes if str(term.wire)}) + (strategy.collective != AUTO),
+        len({term.name for term in strategy.axes if str(term.wire)})
+        + (strategy.collective != AUTO)
+        + (strategy.step == "device"),
         estimate.memory_bytes // (evaluator.cluster.device.memory_bytes / _STEPS),
         len({term.stage for term in strategy.axes if sizes[term.name] > 1}),
         strategy not in known,

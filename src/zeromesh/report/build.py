@@ -121,8 +121,9 @@ def choice_lines(planned: Planned) -> list[str]:
     host = planned.best.candidate.strategy.host
     if host is not Stage.ZERO:
         known = "" if isfinite(best.machine_limit_bytes) else " (not known how much it has: --host-memory)"
+        longer = "a step takes no longer" if planned.host_s <= 0 else f"{format_seconds(planned.host_s)} more a step"
         lines.append(
-            f"{best.strategy.partition(',')[0]} fits: {format_seconds(planned.host_s)} more a step, "
+            f"{best.strategy.partition(',')[0]} fits: {longer}, "
             f"{format_bytes(best.machine_memory_bytes)} of a machine's memory{known}"
         )
     computed = best.compute_s / best.step_s

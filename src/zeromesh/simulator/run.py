@@ -330,26 +330,24 @@ class Setup:
         return self.compute.optimizer(sum(self._sliced(on_host=False)) - owned)
 
     def host_steps(self) -> list[tuple[float, float]]:
-        """By unit, of slices on the host: seconds of their step there, in memory that the devices of a machine share,
-        or on the device beside their copies; and bytes that are copied for it."""
+        """By unit, beside the next forward: seconds of the step on the host, in memory that the devices of a machine
+        share, and of copies for a step on the device; and the bytes of these."""
         steps = []
         for numel, unit in zip(self._sliced(on_host=True), self.schedule.placed, strict=True):
             copies = [copy for placed in unit for copy in placed.stream(MOMENTS)]
-            if not copies:
-                steps.append((self.compute.host_step(numel, self.cluster.machine_devices), 0.0))
-                continue
             ways = [sum(c.sent_bytes for c in copies if c.operation == way) for way in COPIES]
-            copied_s = max(ways) / self.compute.constants.host_copy_bytes_per_s
-            steps.append((max(copied_s, self.compute.optimizer(numel)), float(sum(ways))))
+            seconds = self.compute.host_step(numel, self.cluster.machine_devices)
+            seconds += max(ways) / self.compute.constants.host_copy_bytes_per_s
+            steps.append((seconds, float(sum(ways))))
         return steps
 
     def _sliced(self, *, on_host: bool) -> list[float]:
-        """By unit, trained elements of a rank's state shards in one place, without padding."""
+        """By unit, trained elements of a rank's state shards that are stepped on in one place, without padding."""
         return [
             sum(
                 each.buffer.numel / each.layout.degree(each.layout.significant)
                 for each in unit
-                if each.buffer.trainable and ("master" in each.on_host_kinds) == on_host
+                if each.buffer.trainable and ("master" in each.on_host_kinds and not each.streamed) == on_host
             )
             for unit in self.schedule.placed
         ]

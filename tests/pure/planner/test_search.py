@@ -133,8 +133,9 @@ def test_where_nothing_fits_the_host_s_memory_is_searched_too(machine_bytes: flo
         search(model, cluster, workload, options=replace(options, host="none"))
     found, _ = search(model, cluster, workload, options=options)
     every = [
-        simulate(model, cluster, f"host={host},node={stage}", workload.fixed(micro_batch, recomputation))
+        simulate(model, cluster, f"host={host},node={stage};step={step}", workload.fixed(micro_batch, recomputation))
         for host, stage in product(("1", "2", "3", "3d"), ("0", "1", "2", "3", "3k", "3d", "3dk"))
+        for step in ("host", "device")
         for micro_batch, recomputation in product((1, 2), Recomputation)
     ]
     assert found.best.step_s == pytest.approx(min(one.step_s for one in every if one.fits), rel=1e-9)
@@ -175,12 +176,12 @@ def test_a_large_model_on_small_devices_takes_what_a_machine_has_of_memory() -> 
         )
         best, strategy = planned.best.simulation, planned.best.candidate.strategy
         answers[name, machine_bytes] = best.strategy.partition(",")[0]
-        assert best.fits and machine_bytes * 0.85 < best.machine_memory_bytes < machine_bytes * 0.95
+        assert best.fits and machine_bytes * 0.7 < best.machine_memory_bytes < machine_bytes * 0.95
         (choice,) = simulate_choices(preset(name), small, workload, strategy)
         assert choice.simulation.step_s == best.step_s
-        assert 0.05 < planned.host_s / best.step_s < 0.4
+        assert strategy.step == "device" and abs(planned.host_s) / best.step_s < 0.02  # four ranks share one memory
         assert [reason.strategy for reason in planned.why][-1].startswith(f"host={strategy.host.value},node=3")
-    assert [*answers.values()] == ["host[90%]=3", "host[70%]=2", "host=3"]  # tensors that fit stay on the device
+    assert [*answers.values()] == ["host=2", "host[90%]=1", "host=3"]
     with pytest.raises(
         NothingFitsError,
         match=r"llama-13b fits on 4 x RTX-4090.* is node=3,.*would fit with 234.3 GB of a machine's memory, of which "
