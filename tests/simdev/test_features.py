@@ -6,6 +6,8 @@ import warnings
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
 from tests.dist.checkpoint.models import make, slices, train
@@ -110,3 +112,30 @@ def test_what_is_saved_loads_under_another_strategy(tmp_path):
         shared = [name for name in wanted if not name.startswith("norm.running")]  # which each rank has its own of
         assert all(torch.equal(got[name], wanted[name]) for name in shared)
     require_documented(checker, "saving and loading", reads=3 * 2 + 6, besides=("checkpoint/full_state.py",))
+
+
+@on_devices(4)
+def test_owners_step_on_the_device_where_slices_lie_on_the_host():
+    """Before or after an optimizer whose slices come to the device: to the bit, and nothing races."""
+    hosted = ("host=1,node=3,cluster=1;step=device", "host=3,node=3,cluster=1;step=device", "host=2,node=1,cluster=0")
+    mesh, found = init_device_mesh("simdev", (2, 2), mesh_dim_names=("cluster", "node")), []
+    for strategy in ("node=3,cluster=1", *hosted):
+        for order in (1, -1):
+            with simdev.Checker() as checker:
+                torch.manual_seed(0)
+                blocks = (nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(3))
+                model = zm.shard(nn.Sequential(*blocks), mesh, strategy)
+                matrices = [param for param in model.parameters() if param.ndim == 2]
+                others = [param for param in model.parameters() if param.ndim != 2]
+                muon = zm.by_owner(torch.optim.Muon, matrices, lr=0.02)
+                assert all(m.whole is None or m.whole.device.type == "simdev" for b in muon.buckets for m in b.members)
+                optimizers = [muon, torch.optim.AdamW(others, lr=0.01, fused=False)][::order]
+                for _ in range(3):
+                    model(torch.ones(2, 8, device="simdev")).square().sum().backward()
+                    for optimizer in optimizers:
+                        optimizer.step()
+                    zm.zero_grad(model)
+                found.append(zm.full_state_dict(model))
+            require_clean(checker, strategy)
+    for other in found[1:]:
+        assert all(torch.equal(value, other[name]) for name, value in found[0].items())

@@ -93,7 +93,6 @@ class UnitShards:
         versions: those of the `watched` tensors when the unit came into use; empty while it is not.
         accepted: whether an optimizer has stepped since gradients were shown.
         casts: leaves that forwards of the unit cast (`module.to(dtype)`), to which dtype: [Note: Casts].
-        fresh: whether a step on the device has left the compute copy of masters on the host.
     """
 
     name: str
@@ -104,7 +103,6 @@ class UnitShards:
     versions: list[int] = field(default_factory=list)
     accepted: bool = True
     casts: dict[Leaf, torch.dtype] = field(default_factory=dict)
-    fresh: bool = False
 
     def __post_init__(self) -> None:
         self.begin_step()
@@ -205,8 +203,12 @@ class UnitShards:
 
     def written(self) -> None:
         """Somebody else than an optimizer has written to its masters."""
-        self.fresh = False
+        self.take_fresh()
         self.forget_owed()
+
+    def take_fresh(self) -> list[FlatShards]:
+        """The buffers on the host whose compute copy no step on the device has left; from now on none has."""
+        return [buffer for buffer in self.buffers if buffer.placed.streamed and not buffer.take_fresh()]
 
     def forget_owed(self) -> None:
         """Clears the rounding errors of error feedback: they belong to gradients at other parameter values."""
@@ -318,10 +320,8 @@ class DeviceBackend:
     # ---- schedule.Backend
 
     def refresh(self, unit: int) -> Ticket | None:
-        shards = self.units[unit]
-        if not shards.fresh and any(buffer.placed.streamed for buffer in shards.buffers):
-            self.step(unit, partial(bring, shards.buffers, self.host), streamed=True)
-        shards.fresh = False
+        if late := self.units[unit].take_fresh():
+            self.step(unit, partial(bring, late, self.host), streamed=True)
         ticket = self._gather("refresh", self.chains[unit].refresh, unit, self._steps.get(unit))
         if self._rewrites and ticket is not None:  # with the values that are there, which may change meanwhile
             self._steps[unit] = ticket
@@ -384,7 +384,6 @@ class DeviceBackend:
         device: `settle` waits for it."""
         lane: LaneName = STREAMED[unit % 2] if streamed else "step"
         self._steps[unit] = self.lanes[lane].submit(job, f"step {self.units[unit].name}", after=self._steps.get(unit))
-        self.units[unit].fresh = streamed
         self._list_unsettled()
 
     def park(self, owner: object, *, whole: bool = False) -> None:
@@ -503,6 +502,8 @@ class DeviceBackend:
         return self._along(bucket.collect(), REDUCTIONS, "collect whole tensors")
 
     def update(self, bucket: WholeTensors) -> Ticket | None:
+        for unit in self.units:
+            unit.take_fresh()  # masters change on the host
         bucket.step()
         return self._along(bucket.give_back(), GATHERS, "give back whole tensors")
 

@@ -198,6 +198,7 @@ class _Streamed(_Part):
             return False
         buffer, plain, state = self._buffer_of[id(param)], param.local, dict.get(self._whole, param, {})
         self._buffers[id(buffer)] = buffer
+        buffer.step_here()
         for key, value in state.items():
             if _alike(value, plain) and (own := self._state(param, plain, key, value)).data_ptr() != value.data_ptr():
                 settle(self._whole)  # others' copies may be on their way there

@@ -104,8 +104,7 @@ def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch, host: Ho
 def bring(buffers: Iterable[FlatShards], host: HostLink | None) -> None:
     """Fills the compute copies of masters that lie on the host and are stepped on here."""
     for shards in buffers:
-        if shards.placed.streamed and shards.master is not None:
-            show_master(shards, _link(host).brought(shards.master), _link(host))
+        show_master(shards, _link(host).brought(shards.optimizer_shard[0]), _link(host))
 
 
 def show_master(shards: FlatShards, master: Tensor, host: HostLink) -> None:

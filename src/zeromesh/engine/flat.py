@@ -99,6 +99,7 @@ class FlatShards:
         device: of all tensors that are not on the host.
         cast: on the host, the state shard's compute copy on its way to the device.
         states: on the host, those of optimizers that step on the device, by name; each is as long as `master`.
+        fresh: whether such a step leaves the compute copy, so that the master need not come up for it.
         noise: for rounding on quantised wires, by axis; no axis is in the jobs of two lanes.
         adds: whether autograd adds to the accumulator itself.
     """
@@ -120,6 +121,7 @@ class FlatShards:
     optimizer_params: list[ShardedParameter] = field(default_factory=list)
     optimizer_grads: list[Slice] = field(default_factory=list)
     states: dict[str, Tensor] = field(default_factory=dict)
+    fresh: bool = False
     noise: dict[str, torch.Generator] = field(default_factory=dict)
     adds: bool = False
 
@@ -215,6 +217,15 @@ class FlatShards:
     def lies_on_host(self, kind: str) -> bool:
         """Whether those of this kind lie in the host's memory."""
         return kind == "host_grads" or kind in self.placed.on_host_kinds
+
+    def step_here(self) -> None:
+        """A step on the device is on its way, and leaves the compute copy."""
+        self.fresh = True
+
+    def take_fresh(self) -> bool:
+        """Whether one is or was; from now on none is."""
+        found, self.fresh = self.fresh, False
+        return found
 
     def state(self, name: str, dtype: torch.dtype, host: HostLink) -> Tensor:
         """The states of this name, on the host; zeros at first."""

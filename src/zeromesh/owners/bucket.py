@@ -2,7 +2,8 @@
 
 From step to step the optimizer's own states are kept, and the values of owned tensors. Gradients of a
 bucket, and pieces that pass by on their way, come to fresh memory, which goes when the results are back in the state
-shards. That is when no activation is alive. A parameter that this rank holds whole is stepped on where it lies.
+shards. That is when no activation is alive. A parameter that this rank holds whole is stepped on where it lies. Slices
+that lie on the host come to the device for the step, and go back after it.
 
 A piece that is no range of its tensor (a slice of some of its columns) arrives in memory of its own; it is laid into
 the tensor before the step, and out of it after.
@@ -35,10 +36,12 @@ class Member:
         shape: of the tensor.
         whole: the tensor that the owner's optimizer steps on; without memory until the first step. None on other ranks.
         parts: of the tensor on all ranks.
+        grad_itemsize: bytes of an element of its gradient.
     """
 
     param: ShardedParameter
     shape: tuple[int, ...]
+    grad_itemsize: int
     whole: nn.Parameter | None
     parts: tuple[Part, ...]
 
@@ -50,6 +53,12 @@ class Member:
     def lies_here(self) -> bool:
         """Whether this rank's slice is all of it."""
         return self.param.local.numel() == self.numel
+
+    def copied_bytes(self, device: torch.device) -> int:
+        """Bytes of the slice's copies on a device; 0 if it lies there."""
+        param, local = self.param, self.param.local
+        grad_bytes = 0 if param.grads_on == device else local.numel() * self.grad_itemsize
+        return grad_bytes + (0 if local.device == device else local.nbytes)
 
     @property
     def kept_bytes(self) -> int:
@@ -74,6 +83,7 @@ class OwnedBucket:
         groups: by axis that is crossed, outermost first.
         strides: by the same: distance between neighbours' numbers, and how many there are.
         stacking: how tensors are laid together for the optimizer.
+        device: that messages are sent from, and tensors stepped on.
         act: called with the optimizer in the place of a step; None for the step.
         room_bytes: that the last step has taken.
     """
@@ -84,9 +94,11 @@ class OwnedBucket:
     groups: Mapping[str, AxisGroup]
     strides: Mapping[str, tuple[int, int]]
     stacking: Stacking
+    device: torch.device
     act: Callable[[Optimizer], object] | None = None
     room_bytes: int = 0
     _moving: list[Member] = field(default_factory=list)
+    _here: dict[Member, tuple[Tensor, Tensor]] = field(default_factory=dict)  # gradient and values of slices, here
     _held: Held = field(default_factory=dict)
     _landing: list[tuple[Member, Part, int]] = field(default_factory=list)  # and whether it is gradient or values
     _known: set[Member] = field(default_factory=set)  # whose values their owners have, the same on all ranks
@@ -98,7 +110,9 @@ class OwnedBucket:
 
     def collect(self) -> list[AxisJob]:
         self._moving = [member for member in self.members if member.param.grad is not None]
-        self._held, self._landing, self.room_bytes = {}, [], 0
+        self._held, self._landing = {}, []
+        self._here = {m: (m.param.grad.local.to(self.device), self._values_of(m)) for m in self._moving}  # type: ignore[union-attr]  # slices
+        self.room_bytes = sum(member.copied_bytes(self.device) for member in self._moving)
         for member in self.members:
             if member.whole is not None:
                 member.whole.grad = None
@@ -131,7 +145,13 @@ class OwnedBucket:
             jobs.append((axis, partial(pass_on, arriving, leaving, self.groups[axis], reduced=False)))
         self._put_back()
         self._known.update(self._moving)
-        self._held, self._landing, self._moving = {}, [], []
+        down = [(m.param.local, self._here[m][VALUES]) for m in self._moving if m.param.local.device != self.device]
+        if down and not jobs:
+            _copy(down)
+        elif down:
+            axis, last = jobs[-1]
+            jobs[-1] = axis, partial(_then, last, partial(_copy, down))
+        self._held, self._landing, self._moving, self._here = {}, [], [], {}
         return jobs
 
     def values(self) -> list[Tensor]:
@@ -144,15 +164,16 @@ class OwnedBucket:
         by_whole = {m.whole: m for m in self.members if m.whole is not None}
         own = [by_whole[whole] for stack in self.stacking.stacks(self.optimizer) for whole in stack]
         if not self._values:
-            self._values = _together([(m.numel, m.param.local) for m in own if not m.lies_here])
-        grads = [member.param.grad.local for member in own if member.param.grad is not None]  # type: ignore[attr-defined]  # slices
-        moving = [member for member in own if member.param.grad is not None]
+            like = torch.empty(0, device=self.device)
+            self._values = _together([(m.numel, like.to(m.param.local.dtype)) for m in own if not m.lies_here])
+        moving = [member for member in own if member in self._here]
+        grads = [self._here[member][GRADIENT] for member in moving]
         apart = [(m.numel, grad) for m, grad in zip(moving, grads, strict=True) if not m.lies_here]
         rooms, values = iter(_together(apart)), iter(self._values)
         self.room_bytes += sum(numel * grad.itemsize for numel, grad in apart)
         for member in own:
             assert member.whole is not None
-            here = member.param.local if member.lies_here else next(values)
+            here = self._values_of(member) if member.lies_here else next(values)
             member.whole.data = here.view(member.shape)
         for member, grad in zip(moving, grads, strict=True):
             assert member.whole is not None
@@ -161,10 +182,14 @@ class OwnedBucket:
                 member.whole.grad_dtype = here.dtype
             member.whole.grad = here.view(member.whole.shape)
 
+    def _values_of(self, member: Member) -> Tensor:
+        """Those of this rank's slice, here."""
+        return self._here[member][VALUES] if member in self._here else member.param.local.to(self.device)
+
     def _make_room(self, member: Member) -> None:
         """For the parts of a tensor: where it is owned, where they lie, and where they pass by. Parts that are here
         and no range of it go there as those that arrive, with their present values."""
-        grad, local = member.param.grad.local.contiguous(), member.param.local  # type: ignore[union-attr]  # a slice
+        grad, local = self._here[member][GRADIENT].contiguous(), self._here[member][VALUES]
         for part in member.parts:
             if self.rank == part.owner and part.region is not None:
                 kinds = self._kinds(member) if part.hops else (GRADIENT, VALUES)
@@ -210,11 +235,11 @@ class OwnedBucket:
     def _put_back(self) -> None:
         """Writes the parts that stay on this rank, and bumps versions so that autograd and views notice the change."""
         for member in self._moving:
-            local = member.param.local
+            local = self._here[member][VALUES]
             for part in member.parts:
                 if self.rank == part.owner == part.home and part.region is None and not member.lies_here:
                     local.copy_(self._held[part][VALUES])
-            torch.autograd.graph.increment_version(local)
+            torch.autograd.graph.increment_version(member.param.local)
             if member.whole is not None:
                 member.whole.grad = None
 
@@ -229,6 +254,16 @@ def _boxes(member: Member, part: Part, kind: int, flat: Tensor) -> Iterator[tupl
         index = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
         first = box.start - part.start
         yield tensor[index], flat[first : first + box.numel].view(box.sizes)
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for target, source in pairs:
+        target.copy_(source)
+
+
+def _then(*jobs: Callable[[], object]) -> None:
+    for job in jobs:
+        job()
 
 
 def _together(wanted: Sequence[tuple[int, Tensor]]) -> list[Tensor]:

@@ -11,6 +11,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -199,7 +200,13 @@ class OwnerOptimizer(Optimizer):
         # All of them if any move, since of those that are divided elsewhere too ranks may have to send others.
         self._moving = params if any(part.hops for own in parts.values() for part in own) else []
         members = [
-            Member(param=p, shape=each.shape, whole=self._whole(p) if own else None, parts=tuple(parts[index]))
+            Member(
+                param=p,
+                shape=each.shape,
+                whole=self._whole(p) if own else None,
+                parts=tuple(parts[index]),
+                grad_itemsize=self._grad_dtypes[p].itemsize,
+            )
             for index, (p, each, own) in enumerate(zip(params, self.placements, mine, strict=True))
         ]
         each = max((sum(ITEM_BYTES[dtype] for dtype in pair) for pair in dtypes), default=1)
@@ -215,10 +222,13 @@ class OwnerOptimizer(Optimizer):
                 groups=engine.backend.groups,
                 strides=significant_strides(layout),
                 stacking=self._stacking,
+                device=engine.backend.device,
             )
             self.buckets.append(bucket)
             passing = [part for member in held for part in member.parts]
-            described.append(bucket_of(layout, self.placements, passing, rank, dtypes))
+            own = bucket_of(layout, self.placements, passing, rank, dtypes)
+            copied_bytes = sum(member.copied_bytes(engine.backend.device) for member in held)
+            described.append(replace(own, room_bytes=own.room_bytes + copied_bytes))
         self._number = engine.own(described, beyond.axes)
         weakref.finalize(self, _disown, self._engine, self._number)
 
@@ -367,7 +377,9 @@ class OwnerOptimizer(Optimizer):
 
     def _whole(self, param: ShardedParameter) -> nn.Parameter:
         """A stand-in of the shape that the class sees, without memory."""
-        return nn.Parameter(without_memory(self._stacking.item(param.shape), param.dtype, param.device))
+        engine = param.engine()
+        device = param.device if engine is None else engine.backend.device
+        return nn.Parameter(without_memory(self._stacking.item(param.shape), param.dtype, device))
 
     def _own(self) -> Iterator[tuple[OwnedBucket, ShardedParameter, nn.Parameter]]:
         for bucket in self.buckets:
@@ -418,7 +430,9 @@ def free_bytes(device: torch.device) -> int | None:
 def require_memory(optimizer: OwnerOptimizer, control: Control) -> None:
     """Raises OptimizerError, on all ranks, where one has less memory free than its own tensors' states, values and
     gradients will take."""
-    free = free_bytes(next(param.device for group in optimizer.param_groups for param in group["params"]))
+    param = next(param for group in optimizer.param_groups for param in group["params"])
+    engine = param.engine() if isinstance(param, ShardedParameter) else None
+    free = free_bytes(param.device if engine is None else engine.backend.device)
     if free is None:
         return
     kept, room = optimizer.state_bytes() + optimizer.kept_bytes(), optimizer.room_bytes()[0]
