@@ -9,9 +9,9 @@ import typer
 
 
 def clusters(
-    name: Annotated[str, typer.Argument(help="A preset or a TOML file to print as one; none: list all presets.")] = "",
+    name: Annotated[str, typer.Argument(help="A preset or a TOML file to print; default: list all presets.")] = "",
 ) -> None:
-    """List the known clusters, or print one as the file that describes it."""
+    """List the cluster presets, or print one as a cluster file."""
     from rich.console import Console
 
     from zeromesh import units

@@ -8,7 +8,7 @@ PREFIXES = ("NCCL_", "RCCL_", "GLOO_", "TORCH_", "CUDA_", "HIP_", "OMP_", "ZEROM
 
 
 def env() -> None:
-    """Print versions, devices, and the variables that are set or that a run would set."""
+    """Print versions, devices, and the environment variables of a run."""
     import torch
 
     from zeromesh.comm.groups import SLOW_CTAS

@@ -11,12 +11,15 @@ from zeromesh.cli.probe import MeshText
 
 
 def imports(
-    file: Annotated[Path, typer.Argument(help="A DeepSpeed JSON, accelerate or FSDP YAML or torchtitan TOML file.")],
+    file: Annotated[
+        Path, typer.Argument(help="A DeepSpeed JSON, an accelerate or FSDP YAML or JSON, or a torchtitan TOML file.")
+    ],
     mesh: MeshText = "",
 ) -> None:
-    """Print the strategy of another library's configuration, its keys as `zeromesh train` has them, and the others.
+    """Convert another library's configuration for `zeromesh train`.
 
-    Without --mesh the sizes are the file's own. Where it has none, a group of ranks that shard is taken to be a node.
+    The output has the strategy and the keys with an equivalent, and all other keys as comments. Without --mesh, sizes
+    come from the file. If it has none, a group of ranks that shard is taken to be a node.
     """
     from zeromesh.measure.launch import parse_mesh
     from zeromesh.planner.foreign import read_foreign

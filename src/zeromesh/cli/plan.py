@@ -26,35 +26,38 @@ _search = functools.partial(typer.Option, rich_help_panel="Search")
 def plan(
     context: typer.Context,
     given: shared.Described,
-    wire: Annotated[str, _search(help="Wires to try: lossless, or any (quantised ones as well).")] = "lossless",
+    wire: Annotated[str, _search(help="Wires to try: lossless, or any (also quantised ones).")] = "lossless",
     collective: Annotated[
         str,
-        _search(help="Collectives over several levels: hierarchical, ho_ring as well, or auto (those measured there)."),
+        _search(help="Collectives over several levels: hierarchical, ho_ring (both), or auto (those measured there)."),
     ] = "auto",
     space: Annotated[
-        str, _search(help="What to search: zeromesh (the layout), or full (also tp, cp, pp and ep that are not given).")
+        str, _search(help="Search zeromesh (the layout), or full (also the tp, cp, pp and ep that are not given).")
     ] = "zeromesh",
     host: Annotated[
-        str, _search(help="Shards in the host's memory: any stage, none, or auto (where nothing fits without).")
+        str, _search(help="Shards in host memory: any stage, none, or auto (only if nothing fits without).")
     ] = "auto",
-    splits: Annotated[str, _search(help="How many levels may be split: none, once or all.")] = "once",
+    splits: Annotated[str, _search(help="Number of levels that may be split: none, once or all.")] = "once",
     within: Annotated[
         float,
         _search(
             min=0,
             max=1,
-            help="Recommend a simpler layout that is slower by at most this share; 0 recommends the fastest.",
+            help="Accept a simpler layout that is slower by at most this fraction; 0 recommends the fastest.",
         ),
     ] = 0.02,
-    exact: Annotated[bool, _search(help="Simulate until the optimum is proven.")] = False,
+    exact: Annotated[bool, _search(help="Simulate until the fastest layout is proven.")] = False,
     what_if: Annotated[
         list[str] | None,
-        _search(help="Also plan for a changed cluster, as in cluster.bandwidth=2x,memory=141GB; may be given often."),
+        _search(help="Also plan for a changed cluster, as in cluster.bandwidth=2x,memory=141GB; may be repeated."),
     ] = None,
-    strategy: Annotated[str, _search(help=f"A layout of yours to compare with: {shared.STRATEGY}")] = "",
-    top: Annotated[int, _search(help="How many candidates to list.")] = 5,
+    strategy: Annotated[str, _search(help=f"Your layout, compared with the recommended one: {shared.STRATEGY}")] = "",
+    top: Annotated[int, _search(help="Number of candidates to list.")] = 5,
 ) -> None:
-    """Recommend a layout of a model on a cluster: the simplest that is nearly as fast as the fastest, and why."""
+    """Recommend a layout for a model on a cluster, with the reasons.
+
+    The recommended layout is the simplest that is predicted nearly as fast as the fastest.
+    """
     from zeromesh import planner
     from zeromesh.planner.emit import EMITTERS, ENGINES
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from zeromesh.measure.probe import Probe
     from zeromesh.measure.work import Work
 
-Ranks = Annotated[int, typer.Option(help="Processes to start here; under torchrun: its ranks.")]
+Ranks = Annotated[int, typer.Option(help="Number of processes to start; not under torchrun.")]
 MeshText = Annotated[
     str, typer.Option("--mesh", metavar="AXIS=SIZE,...", help="Levels, outermost first, such as cluster=2,node=4.")
 ]
@@ -23,24 +23,29 @@ def probe(
     ranks: Ranks = 0,
     mesh: MeshText = "",
     model: Annotated[
-        str, typer.Option(help="Measure devices at the shapes of this model: a preset or a config.json.")
+        str, typer.Option(help="Also measure kernels at the shapes of this model: a preset or a config.json.")
     ] = "",
-    dtype: Annotated[list[str] | None, typer.Option(help="Of the model's computation; default: fp32 and bf16.")] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens in a sequence of the model's.")] = 2048,
-    micro_batch: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 1,
-    rounds: Annotated[int, typer.Option(help="Timings of each size.")] = 16,
-    seconds: Annotated[float, typer.Option(help="For each level, about.")] = 12.0,
-    accept_noise: Annotated[bool, typer.Option("--accept-noise", help="Write what cannot be trusted, too.")] = False,
-    name: Annotated[str, typer.Option(help="Of the cluster.")] = "measured",
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Dtype of the model's computation; default: fp32 and bf16.")
+    ] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence of the model.")] = 2048,
+    micro_batch: Annotated[int, typer.Option(help="Sequences per micro-batch of the model.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Number of timings per size.")] = 16,
+    seconds: Annotated[float, typer.Option(help="Approximate seconds per level.")] = 12.0,
+    accept_noise: Annotated[
+        bool, typer.Option("--accept-noise", help="Write the file even if timings are noisy.")
+    ] = False,
+    name: Annotated[str, typer.Option(help="Name of the cluster.")] = "measured",
     as_json: Annotated[bool, typer.Option("--json", help="Print the timings as JSON.")] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The cluster file to write; default: print it.")
     ] = None,
 ) -> None:
-    """Measure each level's latency and rate, and the devices, and write the cluster file that plan and simulate read.
+    """Measure links and devices, and write a cluster file.
 
-    Alone it starts processes on this machine; under torchrun it measures all of its ranks. Without --mesh it finds the
-    levels itself, and says where each comes from and which it could not find.
+    `zeromesh plan` and `simulate` read the file. Under torchrun the probe measures all ranks, otherwise it starts
+    processes on this machine. Without --mesh it finds the levels, and prints the source of each and those it could not
+    find.
     """
     from zeromesh.cli.measuring import mesh_of, starting_ranks
     from zeromesh.cli.workload import write

@@ -15,24 +15,26 @@ EXIT_FAILS = 1
 
 
 def rehearse(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What would be trained.")],
-    world: Annotated[int, typer.Option(help="Ranks that the mesh must have; 0: as many as it has.")] = 0,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration of the run.")],
+    world: Annotated[int, typer.Option(help="Number of ranks that the mesh must have; 0: any.")] = 0,
     rank: Annotated[
-        list[int] | None, typer.Option(help="Which rank to be (default 0); repeated, the ranks are compared.")
+        list[int] | None, typer.Option(help="The rank to rehearse (default 0). Repeat it to compare ranks.")
     ] = None,
-    cluster: Annotated[str, typer.Option(help="A preset or a TOML file: for the time of a step, and what fits.")] = "",
+    cluster: Annotated[
+        str, typer.Option(help="A preset or a TOML file, for the time of a step and the memory limit.")
+    ] = "",
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key of the file; may be repeated."),
     ] = None,
     as_json: shared.Json = False,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write the timeline, for Perfetto.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the timeline to a file for Perfetto.")] = None,
 ) -> None:
-    """Run a configuration's own step as one rank of any number, on a virtual device, and say what it would do.
+    """Run a configuration's step on a virtual device, as any rank.
 
-    The model, the optimizer and the engine are the real ones; memory is reserved and not touched, kernels know shapes
-    alone, collectives are counted. The exit code is 0, 1 if something would fail, and 2 for wrong input.
+    Model, optimizer and engine are the real ones. Memory is reserved but not touched, kernels only compute shapes, and
+    collectives are counted. The exit code is 0, 1 if the run would fail, or 2 for wrong input.
     """
     from zeromesh.rehearsal.compare import failures_of
     from zeromesh.rehearsal.launch import rehearse_config

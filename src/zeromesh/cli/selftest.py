@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 def selftest(
     ranks: Ranks = 0,
     mesh: MeshText = "",
-    steps: Annotated[int, typer.Option(help="Timed steps of each strategy.")] = 6,
+    steps: Annotated[int, typer.Option(help="Number of timed steps per strategy.")] = 6,
     share_devices: Annotated[
-        bool, typer.Option("--share-devices", help="Let ranks share devices, and measure no times.")
+        bool, typer.Option("--share-devices", help="Let ranks share devices; measures no times.")
     ] = False,
     output: Annotated[Path, typer.Option("-o", "--output", help="The result file.")] = Path("zeromesh-selftest.json"),
 ) -> None:
-    """Check numbers, bytes, memory, links and predicted times on these machines, in a minute or two.
+    """Check numbers, bytes, memory, links and times of these ranks.
 
-    Alone it starts processes on this machine; under torchrun it checks all of its ranks. The exit code is 0 if nothing
-    has failed, 1 otherwise. Send the result file along with a bug report.
+    It takes a minute or two. Under torchrun it checks all ranks, otherwise it starts processes on this machine. The
+    exit code is 0 if no check has failed, else 1. Attach the result file to a bug report.
     """
     from zeromesh.cli.measuring import mesh_of, starting_ranks
     from zeromesh.errors import InputError

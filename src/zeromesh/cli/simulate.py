@@ -17,15 +17,15 @@ from zeromesh.errors import InputError
 @shared.described
 def simulate(
     given: shared.Described,
-    strategy: Annotated[str, typer.Option(help=shared.STRATEGY)],
-    wire: Annotated[str, typer.Option(help="any, or lossless: refuse a strategy with quantised wires.")] = "any",
-    overlap: Annotated[str, typer.Option(help="Replaces the strategy's: none, gather or all.")] = "",
-    top: Annotated[int, typer.Option(help="Micro-batches and recomputations to list, of those left open.")] = 1,
-    trace: Annotated[Path | None, typer.Option(help="Write the timeline, for Perfetto.")] = None,
+    strategy: Annotated[str, typer.Option(help=f"The layout: {shared.STRATEGY}")],
+    wire: Annotated[str, typer.Option(help="any, or lossless, which refuses quantised wires.")] = "any",
+    overlap: Annotated[str, typer.Option(help="Overrides the strategy's overlap: none, gather or all.")] = "",
+    top: Annotated[int, typer.Option(help="Number of micro-batches and recomputations to list, if not given.")] = 1,
+    trace: Annotated[Path | None, typer.Option(help="Write the timeline to a file for Perfetto.")] = None,
 ) -> None:
-    """Simulate one training step; micro-batch and recomputation left open are chosen for it.
+    """Predict time, memory and traffic of one training step.
 
-    Exits with 1 if nothing of the strategy fits in memory.
+    Unless given, the fastest micro-batch and recomputation that fit are chosen. The exit code is 1 if none fits.
     """
     from zeromesh import planner
     from zeromesh.planner.emit import EMITTERS

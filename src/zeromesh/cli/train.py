@@ -33,17 +33,18 @@ GRACE_S = 10.0
 
 
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to run.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration of the run.")],
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key of the file; may be repeated."),
     ] = None,
 ) -> None:
-    """Train a language model: alone, on local processes that it starts, or as one of torchrun's processes.
+    """Train a language model as a configuration describes it.
 
-    Ctrl-C and SIGTERM end the run after its step, and save; a second one ends it at once. The exit code is 0 when the
-    run is done, 2 when the configuration is wrong, 130 after Ctrl-C and 75 after SIGTERM (run the same command again to
-    go on), and 1 for anything else.
+    Without torchrun, the command starts one local process per rank. Ctrl-C and SIGTERM end the run after the current
+    step and save a checkpoint; a second signal ends it at once. The exit code is 0 if the run is done, 2 if the
+    configuration is wrong, 130 after Ctrl-C, 75 after SIGTERM, and 1 otherwise. After 130 and 75, the same command
+    resumes the run.
     """
     from zeromesh.launch.failure import end_process
 

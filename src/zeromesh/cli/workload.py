@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 MODEL = "A preset (llama-7b, ...), a Hugging Face config.json of any architecture, or package.module:function."
 LIKE = (
-    "A run of this model on these devices, whose measured step sets the device's rate: a metrics.jsonl, a Trainer's "
-    "trainer_state.json, a directory of either, or tokens a second."
+    "Calibrate the device's rate by a measured run of this model on these devices: a metrics.jsonl, a Trainer's "
+    "trainer_state.json, a directory with one of them, or tokens per second."
 )
 _batch, _cluster, _parallel, _output = (
     functools.partial(typer.Option, rich_help_panel=heading)
@@ -45,10 +45,10 @@ def _tokens(text: str) -> int:
 _count = functools.partial(_batch, parser=_tokens, metavar="INTEGER")
 Json = Annotated[bool, _output("--json", help="Print JSON.")]
 STRATEGY = (
-    "axis=stage terms, innermost first; a preset such as zero3; or a file: a plan, or a configuration of DeepSpeed, "
-    "accelerate, FSDP or torchtitan."
+    "a stage per axis, innermost first, as in node=3,cluster=1; a preset such as zero3; or a file: a plan, or a "
+    "configuration of DeepSpeed, accelerate, FSDP or torchtitan."
 )
-EMIT = "Print a configuration: fsdp2, deepspeed, megatron-lm, megatron-fsdp or torchtitan."
+EMIT = "Print the layout as a configuration of fsdp2, deepspeed, megatron-lm, megatron-fsdp or torchtitan."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,49 +57,48 @@ class Described:
 
     model: Annotated[str, _batch(help=MODEL)]
     cluster: Annotated[str, _cluster(help="A preset (see `zeromesh clusters`) or a TOML file.")]
-    seq_len: Annotated[int, _count(help="Tokens in a sequence.")]
-    global_batch_tokens: Annotated[int, _count(help="Tokens of one step, all devices together: 4194304, 4M or 4Mi.")]
-    world: Annotated[int, _cluster(help="Devices to use, inner levels filled first; 0: all of the cluster.")] = 0
-    micro_batch: Annotated[int, _batch(help="Sequences per device and micro-batch; 0: the planner's choice.")] = 0
+    seq_len: Annotated[int, _count(help="Tokens per sequence.")]
+    global_batch_tokens: Annotated[int, _count(help="Tokens per step over all devices: 4194304, 4M or 4Mi.")]
+    world: Annotated[int, _cluster(help="Number of devices, filling inner levels first; 0: the whole cluster.")] = 0
+    micro_batch: Annotated[int, _batch(help="Sequences per device and micro-batch; 0: the planner chooses.")] = 0
     trainable: Annotated[str, _batch(help="Trained parameters: all, a fraction of every tensor, or lora:RANK.")] = "all"
-    kernels: Annotated[str, _batch(help="Kernels of the model: eager, compiled, liger or megatron.")] = "eager"
+    kernels: Annotated[str, _batch(help="Fused kernels of the model: eager, compiled, liger or megatron.")] = "eager"
     products: Annotated[
         str,
-        _batch(help="Dtype of the blocks' matrix products: fp8 or mxfp8 (--engine fsdp); empty: of the activations."),
+        _batch(help="Dtype of the blocks' matrix products: fp8 or mxfp8 (--engine fsdp); empty: the activations'."),
     ] = ""
     grad_dtype: Annotated[str, _batch(help="Dtype of the accumulated gradient: fp32 or bf16.")] = "fp32"
-    optimizer: Annotated[str, _batch(help="Optimizer: adamw, or muon (adamw for all but the blocks' matrices).")] = (
-        "adamw"
-    )
-    ownership: Annotated[str, _batch(help="AdamW steps on slices, or on whole tensors of owners (owners).")] = "slices"
-    activation_checkpointing: Annotated[str, _batch(help="Recomputed activations: none, selective, full or auto.")] = (
-        "auto"
-    )
-    tp: Annotated[int, _parallel(help="Ranks that share each layer (tensor parallel), the innermost.")] = 1
-    cp: Annotated[int, _parallel(help="Ranks that share each sequence (context parallel).")] = 1
-    pp: Annotated[int, _parallel(help="Ranks that share the layers (pipeline), the outermost.")] = 1
-    ep: Annotated[int, _parallel(help="Ranks that share the experts.")] = 1
-    pp_schedule: Annotated[
-        str, _parallel(help="Schedule of the pipeline: gpipe, 1f1b, interleaved or zero-bubble.")
-    ] = "1f1b"
+    optimizer: Annotated[
+        str, _batch(help="Optimizer: adamw, or muon (for the blocks' matrices, with adamw for the rest).")
+    ] = "adamw"
+    ownership: Annotated[str, _batch(help="AdamW steps on slices, or on whole tensors (owners).")] = "slices"
+    activation_checkpointing: Annotated[
+        str, _batch(help="Recomputation of activations: none, selective, full or auto.")
+    ] = "auto"
+    tp: Annotated[int, _parallel(help="Degree of tensor parallelism (innermost ranks).")] = 1
+    cp: Annotated[int, _parallel(help="Degree of context parallelism.")] = 1
+    pp: Annotated[int, _parallel(help="Degree of pipeline parallelism (outermost ranks).")] = 1
+    ep: Annotated[int, _parallel(help="Degree of expert parallelism.")] = 1
+    pp_schedule: Annotated[str, _parallel(help="Pipeline schedule: gpipe, 1f1b, interleaved or zero-bubble.")] = "1f1b"
     pp_chunks: Annotated[int, _parallel(help="Stages per pipeline rank; 0: 2 if interleaved, else 1.")] = 0
     sequence_parallel: Annotated[
         bool,
         _parallel(
-            "--sequence-parallel/--no-sequence-parallel", help="With tp, divide norms and residuals along the sequence."
+            "--sequence-parallel/--no-sequence-parallel",
+            help="With --tp, shard norms and residuals along the sequence.",
         ),
     ] = True
-    memory_margin: Annotated[float, _cluster(help="Share of the device's memory to leave free.")] = 0.08
-    host_memory: Annotated[
-        str, _cluster(help="Memory of one machine, as in 128GB, where the cluster's is another.")
-    ] = ""
-    engine: Annotated[str, _cluster(help="Engine to predict: zeromesh, fsdp, deepspeed or amsp.")] = "zeromesh"
+    memory_margin: Annotated[float, _cluster(help="Fraction of the device's memory to leave free.")] = 0.08
+    host_memory: Annotated[str, _cluster(help="Host memory of one machine, as in 128GB; overrides the cluster's.")] = ""
+    engine: Annotated[str, _cluster(help="Engine whose step is predicted: zeromesh, fsdp, deepspeed or amsp.")] = (
+        "zeromesh"
+    )
     like: Annotated[str, _cluster(help=LIKE)] = ""
-    like_strategy: Annotated[str, _cluster(help="The layout of --like's run; by default the command's own.")] = ""
+    like_strategy: Annotated[str, _cluster(help="Layout of the run in --like; default: this command's layout.")] = ""
     as_json: Json = False
     report: Annotated[Path | None, _output(help="Write a self-contained HTML page.")] = None
     output: Annotated[
-        Path | None, _output("-o", "--output", help="Write the plan, for `zeromesh train` and `zm.shard`.")
+        Path | None, _output("-o", "--output", help="Write the plan to a file for `zeromesh train` and `zm.shard`.")
     ] = None
     emit: Annotated[str, _output(help=EMIT)] = ""
 
