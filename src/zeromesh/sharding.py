@@ -138,8 +138,8 @@ def _shard(
     own = [name for name in _UNPLANNED if getattr(options, name) not in (None, (), [], {}, BUCKET_BYTES)]
     if own:
         raise InputError(
-            f'strategy "auto" plans for the units that the model is cut into by itself, so it takes no '
-            f"{' and no '.join(own)}: name a strategy beside them"
+            f'strategy "auto" plans for the default units, so it does not take {" or ".join(own)}: drop them, or name '
+            f"a strategy"
         )
     devices, described, asked = mesh, cluster, workload  # not None, also inside the lambda
     planned = make_control(mesh).together(
@@ -156,9 +156,9 @@ _UNPLANNED = ("parts", "units", "resident", "bucket_bytes")
 def require_plannable(strategy: object, *, mesh: object, cluster: object, workload: object) -> None:
     """Raises InputError for "auto" without what it plans by, and for that without "auto"."""
     if strategy == "auto" and (cluster is None or workload is None or mesh is None):
-        raise InputError('strategy "auto" needs a mesh, cluster=... and workload=zm.Workload(...) to choose by')
+        raise InputError('strategy "auto" needs a mesh, cluster=... and workload=zm.Workload(...)')
     if strategy != "auto" and (cluster is not None or workload is not None):
-        raise InputError(f'cluster and workload are for the strategy "auto"; the strategy is {str(strategy)!r}')
+        raise InputError(f'cluster and workload only apply to strategy "auto"; got strategy {str(strategy)!r}')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ def test_takes_what_shard_takes() -> None:
     [
         ({"strategy": "auto"}, InputError, 'strategy "auto" needs a mesh'),
         ({"strategy": "auto", "mesh": MESH, "cluster": "a800-8x-hdr"}, InputError, 'strategy "auto" needs a mesh'),
-        ({"strategy": "node=3", "workload": WORKLOAD}, InputError, 'are for the strategy "auto"; the strategy is'),
+        ({"strategy": "node=3", "workload": WORKLOAD}, InputError, 'only apply to strategy "auto"; got strategy'),
         ({"strategy": "nod=3,cluster=1", "mesh": MESH}, MeshError, "no axis 'nod'.*did you mean node"),
         ({"strategy": "node=9,cluster=1", "mesh": MESH}, NotationError, "9"),
         ({"strategy": "node=9"}, NotationError, "9"),

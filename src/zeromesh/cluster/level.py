@@ -82,10 +82,13 @@ class Level:
         for operation, share in dict(self.shares).items():
             if operation not in OPERATIONS or share <= 0:
                 raise ClusterError(
-                    f"level {self.name!r}: shares are above 0, of {', '.join(OPERATIONS)}; got {operation} = {share}"
+                    f"level {self.name!r}: shares of {', '.join(OPERATIONS)} must be positive; got {operation} = "
+                    f"{share}"
                 )
         if not _NAME.fullmatch(self.name):
-            raise ClusterError(f"level {self.name!r}: a name is letters, digits and _, as axes of a strategy are")
+            raise ClusterError(
+                f"level {self.name!r}: a name must consist of letters, digits and _, like an axis of a strategy"
+            )
         if self.size < 1:
             raise ClusterError(f"level {self.name!r}: size must be at least 1, got {self.size}")
         if self.bandwidth_bytes_per_s <= 0:
@@ -94,8 +97,8 @@ class Level:
             raise ClusterError(f"level {self.name!r}: latency must not be negative, got {self.latency_s}")
         if self.busy_latency_s is not None and self.busy_latency_s < self.latency_s:
             raise ClusterError(
-                f"level {self.name!r}: busy_latency is the latency while devices compute, so at least the latency of "
-                f"{self.latency_s} s, got {self.busy_latency_s} s"
+                f"level {self.name!r}: busy_latency is the latency while devices compute, so it must be at least the "
+                f"latency of {self.latency_s} s, got {self.busy_latency_s} s"
             )
         if self.kind not in LINK_KINDS:
             raise ClusterError(f"level {self.name!r}: kind must be {one_of(self.kind, LINK_KINDS)}")

@@ -266,7 +266,7 @@ class _Curve(_Table):
     @classmethod
     def _beside(cls, value: str) -> str:
         if value not in ("", "computation"):
-            raise InputError(f'expected "computation" or no such key, got {value!r}')
+            raise InputError(f'expected "computation" or no key, got {value!r}')
         return value
 
     @cached_property
@@ -334,8 +334,8 @@ class _Level(_Table):
             _, longest_s = curve.pairs[-1]
             if (least_s := curve.passes * (curve.ranks - 1) * level.latency_s) >= longest_s:
                 raise ClusterError(
-                    f"level {level.name!r}: {curve.operation} of {curve.ranks} ranks waits for {least_s:g} s of "
-                    f"latency, and its curve's longest message takes {longest_s:g} s: one of the two is wrong"
+                    f"level {level.name!r}: {curve.operation} of {curve.ranks} ranks has {least_s:g} s of latency, but "
+                    f"the longest message of its curve takes only {longest_s:g} s: one of the two is wrong"
                 )
         return level
 

@@ -66,8 +66,8 @@ def shard(
         own = (isinstance(param, ShardedParameter) for param in model.parameters())
         if any(hasattr(module, ENGINE) for module in model.modules()) or any(own):
             raise ModelError(
-                "this model, or a part of it, is sharded already; zm.shard is called once, on the whole model: units= "
-                "names the classes that are gathered as one"
+                "this model, or a part of it, is already sharded: call zm.shard once, on the whole model, and choose "
+                "the classes that are gathered together by units="
             )
         if options.bucket_bytes < 0:
             raise InputError(f"bucket_bytes must not be negative; got {options.bucket_bytes}")
@@ -129,7 +129,7 @@ def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan, parts: Par
     cannot run."""
     named = {part_name(key): part for key, part in parts.items()}
     if len(named) < len(parts):
-        raise NotationError(f"of {', '.join(map(str, parts))} two are one part: give each class or pattern once")
+        raise NotationError(f"two of {', '.join(map(str, parts))} are the same part: give each class or pattern once")
     for name, part in named.items():
         if part.mesh is not None:
             require_inside(name, part.mesh, mesh)
@@ -158,8 +158,8 @@ def _on_axes(plan: Plan, axes: Sequence[tuple[str, int]]) -> Strategy:
     others = [f"{name}={size} (planned: {planned[name]})" for name, size in axes if planned.get(name, size) != size]
     if others:
         raise MeshError(
-            f"the plan was made for another mesh than this one, which has {', '.join(others)}: plan for it, or give "
-            f"the strategy itself, {plan.strategy}, to which no prediction is tied"
+            f"the plan was made for another mesh; this mesh has {', '.join(others)}: plan for it, or give only the "
+            f"plan's strategy, {plan.strategy}"
         )
     terms = [term for term in plan.strategy.axes if term.name in sizes or planned.get(term.name) != 1]
     return replace(plan.strategy, axes=tuple(terms)) if terms else plan.strategy
@@ -225,7 +225,7 @@ def _scale(weight: float, total: float | None, ranks: int) -> float:
         raise ModelError(f"the weight of a micro-batch must be zero or more (its number of tokens, say); got {weight}")
     if total is None or not total >= weight:
         raise ModelError(
-            f"a micro-batch with a weight needs the total of the step's weights, of all micro-batches on all ranks; "
+            f"a micro-batch with a weight needs total=, the sum of weights over all micro-batches and ranks of a step; "
             f"got weight={weight}, total={total}: zm.accumulate(model, ..., total=zm.sum_over_ranks(model, own)), "
             f"where own is the sum of this rank's weights in the step"
         )
@@ -279,7 +279,8 @@ def clip_grad_norm_(
         total = joint_norm(totals, norm_type, pipeline, engines[0].control.device).to(total.dtype)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
-            f"the gradients' norm is {float(total)}, so they cannot be clipped; drop error_if_nonfinite to go on"
+            f"the norm of the gradients is {float(total)}, so they cannot be clipped; drop error_if_nonfinite to "
+            "continue"
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for own in grads:
@@ -306,8 +307,8 @@ def require_joint(engines: Sequence[Engine]) -> Pipeline | None:
     own = [engine() for engine in pipeline.stages.values()]
     if len(engines) != len(own) or any(engine not in own for engine in engines):
         raise InputError(
-            f"this rank holds stages {', '.join(map(str, pipeline.stages))} of a pipeline, whose norm is over all of "
-            f"them; got {len(engines)} model(s): give the models of just these stages, as a list, on all ranks"
+            f"this rank holds stages {', '.join(map(str, pipeline.stages))} of a pipeline, and the norm covers all of "
+            f"them; got {len(engines)} model(s): pass the models of exactly these stages, as a list, on all ranks"
         )
     return pipeline
 

@@ -50,7 +50,7 @@ def mesh_axes(mesh: DeviceMesh | None, names: Sequence[str]) -> tuple[tuple[str,
     if mesh is None:
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise MeshError(
-                f"a mesh is needed on {dist.get_world_size()} ranks: make one with torch's init_device_mesh and names"
+                f"{dist.get_world_size()} ranks need a mesh, got None: make one with torch's init_device_mesh and names"
             )
         return tuple((name, 1) for name in names)
     if mesh.mesh_dim_names is None:
@@ -206,8 +206,8 @@ def take_host_memory(
         free = available_memory_bytes() if own_memory(device) is None else None
         if free is not None and sum(here) > free:
             raise ModelError(
-                f"{len(here)} rank(s) of this machine would keep {sum(here) / 1e9:.1f} GB in its memory, of which "
-                f"{free / 1e9:.1f} GB are free (MemAvailable, memory.max), and then the optimizer's states: {less}"
+                f"{len(here)} rank(s) of this machine need {sum(here) / 1e9:.1f} GB of its memory and further memory "
+                f"for optimizer states, but only {free / 1e9:.1f} GB are free (MemAvailable, memory.max): {less}"
             )
         return HostLink(HOST, HostArena(max(1, wanted), device), device)
 

@@ -240,8 +240,8 @@ def take_slices(optimizer: Optimizer) -> None:
     if whole:
         optimizer.state.clear()
         raise CheckpointError(
-            f"load_state_dict of {type(optimizer).__name__}, which steps on slices, was given states of an optimizer "
-            f"of zm.by_owner, which some ranks have whole: load them with zm.Checkpoints"
+            f"{type(optimizer).__name__} steps on slices, but load_state_dict got whole states of an optimizer of "
+            f"zm.by_owner: load them with zm.Checkpoints"
         )
     for param in _params(optimizer):
         if isinstance(param, ShardedParameter):
@@ -262,8 +262,8 @@ def _take_whole(optimizer: Optimizer, own: Mapping[ShardedParameter, Region]) ->
         for value in states.values():
             if isinstance(value, Slice) and value.elements.place and not isinstance(value.elements.place[0], Region):
                 raise CheckpointError(
-                    f"an optimizer of zm.by_owner has whole states, and load_state_dict was given slices, such as "
-                    f"those of {value.elements}: load them with zm.Checkpoints"
+                    f"an optimizer of zm.by_owner has whole states, but load_state_dict got slices, such as those of "
+                    f"{value.elements}: load them with zm.Checkpoints"
                 )
     for param in [param for param in optimizer.state if param not in own]:
         del optimizer.state[param]
@@ -330,8 +330,8 @@ def _require_known_states(optimizer: Optimizer, failure: RuntimeError | None = N
             ) from failure
         if keys := [key for _, keys in found for key in keys]:
             raise OptimizerError(
-                f"states of {name} must be like the slice of a parameter that this rank holds, as torch.zeros_like(p) "
-                f"makes them; {keys[0]!r} has another number of elements. If {name} needs whole tensors, make it as "
+                f"states of {name} must have the shape of this rank's slice, as torch.zeros_like(p) has it; "
+                f"{keys[0]!r} has another number of elements. If {name} needs whole tensors, make it as "
                 f"zm.by_owner({name}, params)"
             ) from failure
 
@@ -357,7 +357,7 @@ def _require_reduced(optimizer: Optimizer, plain: Iterable[torch.Tensor]) -> Non
         for name, param in engine.added():
             if id(param) in held:
                 raise OptimizerError(
-                    f"{type(optimizer).__name__} holds {name!r}, which came into the model after zm.shard: its "
+                    f"{type(optimizer).__name__} holds {name!r}, which was added to the model after zm.shard: its "
                     f"gradients would not be reduced, and each rank would train its own. Change the model first, then "
                     f"shard it"
                 )

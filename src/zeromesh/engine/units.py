@@ -246,9 +246,7 @@ def _named_classes(model: nn.Module, classes: UnitClasses) -> list[nn.Module]:
         ]
         if not modules:
             known = {type(module).__name__ for module in model.modules()}
-            raise ModelError(
-                f"no module of class {name} is in the model, so it cannot be a unit: {nearest(name, known)}"
-            )
+            raise ModelError(f"the model has no module of class {name} for units=: {nearest(name, known)}")
         found += modules
     return found
 

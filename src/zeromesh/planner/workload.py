@@ -71,7 +71,7 @@ class Workload:
         if self.global_batch_tokens % self.seq_len:
             whole = self.global_batch_tokens // self.seq_len
             raise InputError(
-                f"a step of {self.global_batch_tokens} tokens is no whole number of sequences of {self.seq_len}; "
+                f"a step of {self.global_batch_tokens} tokens is not a multiple of the sequence length {self.seq_len}; "
                 f"the nearest are {' and '.join(str(n * self.seq_len) for n in (whole, whole + 1) if n)} tokens"
             )
 
@@ -97,9 +97,9 @@ class Workload:
         wasted = 1 - self.sequences / (world * most)
         nearest = [n * world * self.seq_len for n in (self.sequences // world, most) if n]
         raise InputError(
-            f"{self.sequences} sequences do not divide among {world} devices: with uneven shares the step would wait "
-            f"for the devices that have {most}, and {wasted:.1%} of all device time would be idle; the nearest batches "
-            f"that divide are {' and '.join(map(str, nearest))} tokens"
+            f"{self.sequences} sequences cannot be divided evenly among {world} devices: the step would wait for the "
+            f"devices with {most}, and {wasted:.1%} of all device time would be idle; the nearest batches that divide "
+            f"are {' and '.join(map(str, nearest))} tokens"
         )
 
     def _parallel(self, degrees: Mapping[str, int]) -> Parallel:
@@ -119,7 +119,7 @@ class Workload:
         """
         left = [name for name in DEGREES if getattr(self, name) is None]
         if left:
-            raise InputError(f"{', '.join(left)} must be given here, got None: only a search chooses degrees")
+            raise InputError(f"{', '.join(left)} must be given, got None: only a search chooses degrees")
         return self._parallel({name: getattr(self, name) for name in DEGREES})
 
     def parallels(self, most: int) -> Iterator[Parallel]:
@@ -151,8 +151,8 @@ class Workload:
             divides = [size for size in range(1, share + 1) if share % size == 0]
             nearest = sorted(divides, key=lambda size: abs(size - self.micro_batch))[:2]  # type: ignore[operator]
             raise InputError(
-                f"each device has {share} sequences a step, which micro-batches of {self.micro_batch} do not divide; "
-                f"the nearest that do are {' and '.join(map(str, sorted(nearest)))}"
+                f"each device has {share} sequences per step, which is not a multiple of micro_batch "
+                f"{self.micro_batch}; the nearest that divide are {' and '.join(map(str, sorted(nearest)))}"
             )
         else:
             parallel.check_micro_batches(share // self.micro_batch)

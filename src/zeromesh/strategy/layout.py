@@ -103,12 +103,12 @@ class Layout:
         """
         names = [name for name, _ in mesh]
         if HOST in names:
-            raise MeshError(f"the mesh has a dimension called {HOST!r}, which is the memory below devices: rename it")
+            raise MeshError(f"the mesh has a dimension named {HOST!r}, which stands for the host's memory: rename it")
         parsed = Strategy.parse(strategy, names)
         if parsed.parts:
             raise NotationError(
-                f"strategy {parsed} has strategies for parts of the model, which zm.shard takes; here one must stand "
-                f"for all of it: leave {', '.join(part for part, _ in parsed.parts)} out"
+                f"strategy {parsed} has parts of the model, which only zm.shard takes; give one strategy for the whole "
+                f"model here, without {', '.join(part for part, _ in parsed.parts)}"
             )
         parsed = _with_lone_axes(parsed, mesh)
         _check_names(parsed, names)
@@ -142,9 +142,8 @@ class Layout:
         if not self.collective.by_level:
             name = self.collective.name
             raise NotationError(
-                f"collective={name}: the engine goes over one axis at a time, which sends fewer bytes over the slow "
-                f"ones; collective={name} can be simulated only: give collective=hierarchical or ho_ring, or join the "
-                "axes in one dimension of the mesh"
+                f"collective={name} can only be simulated. The engine uses one axis at a time, which sends fewer bytes "
+                "over slow axes: give collective=hierarchical or ho_ring, or join the axes in one dimension of the mesh"
             )
 
     def _scattered_replicas(self) -> tuple[Axis, ...]:
@@ -227,8 +226,8 @@ def _check_names(strategy: Strategy, names: Sequence[str]) -> None:
             )
     if tuple(names) != strategy.names:
         raise MeshError(
-            f"a strategy names axes innermost first, and this mesh is, innermost first, {', '.join(names)}; "
-            f"got {', '.join(strategy.names)}"
+            f"a strategy names axes innermost first; for this mesh that is {', '.join(names)}; got "
+            f"{', '.join(strategy.names)}"
         )
 
 
@@ -238,8 +237,8 @@ def _split(parts: Sequence[AxisStage], size: int) -> list[Axis]:
     whole = len(parts) == 1 and parts[0].split is None
     if whole and parts[0].spelt not in (None, size):
         raise MeshError(
-            f"{name}[{parts[0].spelt}]={parts[0].stage.value} gives a stage to {parts[0].spelt} ranks of {name}; this "
-            f"mesh has {size}: write {name}={parts[0].stage.value} for all of them, or a stage for {name}[*] too"
+            f"{name}[{parts[0].spelt}]={parts[0].stage.value} covers {parts[0].spelt} ranks of {name}, but this mesh "
+            f"has {size}: write {name}={parts[0].stage.value} for all of them, or add a stage for {name}[*]"
         )
     rest = any(part.split == "*" for part in parts)
     if not whole and (size % fixed if rest else size != fixed):

@@ -66,14 +66,14 @@ def with_given(strategy: Strategy, parts: Mapping[str, Part], axes: Mapping[str,
     for name, part in parts.items():
         if part.strategy is None and name not in found:
             raise NotationError(
-                f"part {name} has no strategy: give zm.Part(strategy=...), or write it behind the model's, as in "
+                f"part {name} has no strategy: give zm.Part(strategy=...), or write it after the model's, as in "
                 f"{strategy} | {name}: {strategy.with_parts({})}"
             )
         if part.strategy is not None:
             names = axes[name]
             given = Strategy.parse(part.strategy, None if names is None else list(names))
             if found.setdefault(name, given) != given:
-                raise NotationError(f"part {name} is given two strategies, {found[name]} and {given}")
+                raise NotationError(f"part {name} has two strategies, {found[name]} and {given}")
     return strategy.with_parts(found)
 
 
@@ -110,8 +110,8 @@ def part_around(parameter: str, parts: Iterable[str]) -> str:
     found = [part for part in parts if any(belongs(part, module, "") for module in modules)]
     if len(found) > 1:
         raise ModelError(
-            f"{parameter} belongs to the parts {' and '.join(found)}, and has one layout: let their patterns name "
-            f"other modules"
+            f"{parameter} belongs to the parts {' and '.join(found)}, but can have only one layout: change their "
+            f"patterns so that only one matches"
         )
     return found[0] if found else ""
 
@@ -133,4 +133,4 @@ def require_known(names: Iterable[str], modules: Mapping[str, str]) -> None:
         if not any(belongs(part, module, kind) for module, kind in modules.items()):
             layers = {re.sub(r"\.\d+(?=\.|$)", ".*", module) for module in modules} - {""}
             known = {f"<{kind}>" for kind in modules.values()} if part.startswith("<") else layers
-            raise NotationError(f"no module of the model is {part}, which is to be a part: {nearest(part, known)}")
+            raise NotationError(f"part {part} matches no module of the model: {nearest(part, known)}")

@@ -137,12 +137,12 @@ class Plan:
         """
         if self.parallel is not None:
             raise InputError(
-                f"the plan {where} cuts the model by {self.parallel}, and a run shards over data-parallel ranks alone: "
-                "plan without, or shard a model that is cut so yourself (zm.shard)"
+                f"the plan {where} divides the model by {self.parallel}, but zeromesh train only shards over "
+                "data-parallel ranks: plan without these degrees, or divide the model yourself and call zm.shard"
             )
         others = [f"{name} = {own} (planned: {has})" for name, (has, own) in choices.items() if has not in (None, own)]
         if others:
             raise InputError(
-                f"the plan {where} was made for other choices than this run's: {', '.join(others)}. Set them as "
-                f"planned, plan anew, or give the strategy itself, {self.strategy}, to which no prediction is tied"
+                f"the plan {where} does not match this run: {', '.join(others)}. Set them as planned, plan again, or "
+                f"give only the plan's strategy, {self.strategy}"
             )

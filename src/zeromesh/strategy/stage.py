@@ -110,8 +110,8 @@ class Wire:
                 raise NotationError(f"a wire must be {one_of(dtype, spellings())}")
         if self.feedback and not coded(self.grad):
             raise NotationError(
-                f"{_FEEDBACK} makes up for what quantised gradients lose, as in @/int4{_FEEDBACK}; "
-                f"the gradients of this wire are {self.grad or 'not quantised'}"
+                f"{_FEEDBACK} needs quantised gradients, as in @/int4{_FEEDBACK}; the gradients of this wire are "
+                f"{self.grad or 'not quantised'}"
             )
 
     @classmethod
@@ -119,9 +119,7 @@ class Wire:
         """Parses the text behind ``@``: ``P``, ``P/G``, ``P/`` or ``/G``; ``G+ef`` has error feedback."""
         text, plus, suffix = text.partition("+")
         if plus and plus + suffix != _FEEDBACK:
-            raise NotationError(
-                f"after a wire's dtypes only {_FEEDBACK} may stand, as in @/int4+ef; got {plus + suffix!r}"
-            )
+            raise NotationError(f"only {_FEEDBACK} may follow a wire's dtypes, as in @/int4+ef; got {plus + suffix!r}")
         param, _, grad = text.partition("/")
         if not param and not grad:
             raise NotationError(f"a wire must name at least one dtype, as in @int8 or @/int4; got '@{text}'")

@@ -193,8 +193,8 @@ def _host_stage(term: str) -> tuple[Stage | None, int]:
     size = match["size"]
     if "@" in match["stage"] or not (size is None or re.fullmatch(r"\d{1,3}%", size, re.ASCII)):
         raise NotationError(
-            f"the host takes a stage, or one for a share of the tensors, without sizes and wires, as in {HOST}=1 or "
-            f"{HOST}[50%]=1; got {term.strip()}"
+            f"the host takes only a stage, optionally for a share of the tensors, as in {HOST}=1 or {HOST}[50%]=1; "
+            f"got {term.strip()}"
         )
     return Stage.parse(match["stage"]), 100 if size is None else int(size[:-1])
 
@@ -206,8 +206,8 @@ def _check_host(stage: Stage, percent: int) -> None:
         plain = stage.value.rstrip("kh")
         less = "host=1" if stage.deferred else "host=2"
         raise NotationError(
-            f"{HOST}={stage.value} would keep gathered parameters that {HOST}={plain} copies anew, which takes the "
-            f"device memory of {less} and more copies: write {less}, or {HOST}={plain}"
+            f"{HOST}={stage.value} would take the device memory of {less} and make more copies: write {less}, or "
+            f"{HOST}={plain}"
         )
 
 
@@ -215,7 +215,7 @@ def _parse_part(text: str, axes: Sequence[str] | None) -> tuple[str, Strategy]:
     name, colon, strategy = (each.strip() for each in text.partition(":"))
     if not colon:
         raise NotationError(
-            f"expected a part of the model and its strategy behind |, as in | *.experts: expert=1; got {text.strip()!r}"
+            f"expected a part of the model and its strategy after |, as in | *.experts: expert=1; got {text.strip()!r}"
         )
     return name, Strategy.parse(strategy, axes)
 
@@ -231,12 +231,11 @@ def _parts_in_order(parts: Sequence[tuple[str, Strategy]]) -> tuple[tuple[str, S
         if names.count(name) > 1:
             raise NotationError(f"part {name} is given twice")
         if strategy.parts:
-            raise NotationError(f"part {name} is given parts of its own: name each in the model's strategy")
+            raise NotationError(f"part {name} has parts of its own: write each part in the model's strategy")
         for option in ("overlap", "prefetch"):
             if getattr(strategy, option) != _OPTIONS[option]:
                 raise NotationError(
-                    f"{option} is of the whole step, and part {name} has one of its own: give it in the strategy of "
-                    f"the model"
+                    f"{option} applies to the whole step, but part {name} sets its own: set it in the model's strategy"
                 )
     return tuple(sorted(parts, key=lambda part: part[0]))
 
@@ -273,7 +272,7 @@ def _normal_form(axes: Sequence[AxisStage]) -> tuple[AxisStage, ...]:
     names = [name for name, _ in levels]
     for name in names:
         if names.count(name) > 1:
-            raise NotationError(f"axis {name} stands in two places; the parts of one axis must be next to each other")
+            raise NotationError(f"axis {name} appears in two places; write the parts of an axis next to each other")
     return tuple(axis for name, parts in levels for axis in _merge_splits(name, parts))
 
 
@@ -281,7 +280,7 @@ def _merge_splits(name: str, parts: list[AxisStage]) -> Iterator[AxisStage]:
     if len(parts) > 1 and any(part.split is None for part in parts):
         raise NotationError(f"axis {name} is given {len(parts)} stages: write its parts with sizes, as in {name}[4]=3")
     if any(part.split == "*" for part in parts[:-1]):
-        raise NotationError(f"{name}[*] is what the other parts of {name} leave over, so it must be the outermost part")
+        raise NotationError(f"{name}[*] is the rest of {name}, so it must be the outermost part of {name}")
     parts = [part for part in parts if part.split != 1] or parts[:1]
     merged = [
         replace(same[0], split=_product([part.split for part in same]))
@@ -304,13 +303,13 @@ def _check_mix(axes: Sequence[AxisStage]) -> None:
     deferred = next((axis for axis in axes if axis.stage.deferred), None)
     if two and deferred:
         raise NotationError(
-            f"{two} cannot stand with {deferred}: gradients sharded over {two.name} but not {deferred.name}, and "
-            f"parameters the other way round, would neither contain nor be contained in each other; "
-            f"use {deferred.name}=3, or {two.name}=1 or 3d"
+            f"{two} and {deferred} cannot be combined: gradients would be sharded over {two.name} only, and parameters "
+            f"over {deferred.name} only, so neither shard would contain the other; use {deferred.name}=3, or "
+            f"{two.name}=1 or 3d"
         )
     misplaced = next((axis for axis in axes if axis.name == HOST), None)
     if misplaced:
-        raise NotationError(f"{misplaced} is given behind another axis: the host stands first, as in {HOST}=1,node=3")
+        raise NotationError(f"{misplaced} comes after another axis: write the host first, as in {HOST}=1,node=3")
     params = [axis for axis in axes if axis.stage.shards_params]
     places = {axis.stage.hosted: axis for axis in params if axis.stage.kept}
     if len(places) > 1:
@@ -321,9 +320,8 @@ def _check_mix(axes: Sequence[AxisStage]) -> None:
     for kept, later in pairwise(sorted(params, key=lambda axis: axis.stage.significance)):
         if kept.stage.kept and not later.stage.kept:
             raise NotationError(
-                f"{kept} keeps what {later} does not, but is gathered after it; a kept axis must be less "
-                f"significant than every other parameter axis: write {later.name}={later.stage.value}k, or "
-                f"drop the k of {kept.name}"
+                f"{kept} is gathered after {later}, so its kept copy would contain the parameters that {later.name} "
+                f"releases: write {later.name}={later.stage.value}k as well, or drop the k of {kept.name}"
             )
 
 

@@ -55,5 +55,5 @@ def test_staged_wires_are_not_overlapped():
     strategy = "node=3@bf16/,cluster=3@bf16/;collective=ho_ring"
     _, gathers, reductions = counted(strategy, Case(precision="fp32", steps=1), 2, 2)
     assert gathers == 0 and reductions > 0
-    with pytest.raises(NotationError, match=r"collective=flat: the engine goes over one axis at a time.*hierarchical"):
+    with pytest.raises(NotationError, match=r"collective=flat can only be simulated.*one axis at a time.*hierarchical"):
         zm.shard(Case().build(), mesh_of(2, 2), "node=3,cluster=3;collective=flat")

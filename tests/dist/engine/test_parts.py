@@ -88,8 +88,8 @@ def test_quantised_wires_of_a_part_are_its_alone():
 @on_ranks(2)
 def test_parts_that_cannot_be():
     for parts, error, message in (
-        ("*.ups: node=0", NotationError, r"no module of the model is \*\.ups, which is to be a part: .*up"),
-        ("<Blok>: node=0", NotationError, r"no module of the model is <Blok>.*<Block>"),
+        ("*.ups: node=0", NotationError, r"part \*\.ups matches no module of the model: .*up"),
+        ("<Blok>: node=0", NotationError, r"part <Blok> matches no module of the model.*<Block>"),
         ("*.up: node=0 | layers.0: node=1", ModelError, r"layers\.0\.up\.\w+ belongs to the parts \*\.up and layers\."),
         ("*.mix: node=0", ModelError, r"mix\.weight \(\*\.mix\), \S+mix_again\.weight \(in no part\) are one tied"),
         ("*.up: expert=0", MeshError, r"part \*\.up: the mesh has no axis 'expert'.*for other axes give zm\.Part"),

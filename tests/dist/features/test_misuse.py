@@ -179,7 +179,7 @@ def test_a_weight_needs_its_total_and_its_backward():
     total = zm.sum_over_ranks(model, 8.0)
     assert total == 16.0
     for wrong in ({"weight": 8.0}, {"weight": 8.0, "total": 4.0}, {"weight": -1.0, "total": 4.0}):
-        with pytest.raises(ModelError, match=r"total of the step's weights|must be zero or more"):
+        with pytest.raises(ModelError, match=r"sum of weights over all micro-batches|must be zero or more"):
             zm.accumulate(model, last=True, **wrong)
     with zm.accumulate(model, last=False, weight=8.0, total=total):
         model(inputs()).sum().backward()

@@ -224,7 +224,9 @@ def test_parameters_that_come_after_sharding_are_refused():
     backward(model)
     model.append(nn.Linear(WIDTH, 1).double())
     for params in (model.parameters(), model[-1].parameters()):
-        with pytest.raises(OptimizerError, match=r"SGD holds '4\.weight', which came into the model after zm\.shard"):
+        with pytest.raises(
+            OptimizerError, match=r"SGD holds '4\.weight', which was added to the model after zm\.shard"
+        ):
             torch.optim.SGD(params, lr=0.1).step()
     for save in (zm.full_state_dict, lambda model: zm.save_safetensors(model, "not-made")):
         with pytest.raises(ModelError, match=r"4\.weight came into the model after zm\.shard.*would not be saved"):
@@ -848,7 +850,7 @@ def test_whole_states_of_one_element_are_taken():
     for whole, own in zip(plain.parameters(), model.parameters(), strict=True):
         close(own.local, local_part(own, whole), own.full_name, 1e-12)
     copy.deepcopy(theirs.state_dict()), copy.deepcopy([*ours.state.values()])
-    with pytest.raises(CheckpointError, match=r"zm.by_owner has whole states, and load_state_dict was given slices"):
+    with pytest.raises(CheckpointError, match=r"zm.by_owner has whole states, but load_state_dict got slices"):
         owned = zm.by_owner(torch.optim.AdamW, model.parameters())
         owned.load_state_dict(ours.state_dict())
         model(x).mean().backward()
@@ -868,7 +870,7 @@ def test_wrappers_and_parts_are_refused():
     with pytest.raises(OptimizerError, match=r"stride needs all of 0\.0\.weight"):
         fully_shard(nn.Sequential(model), mesh=mesh())
     for part in (nn.Sequential(model), next(model.children())):
-        with pytest.raises(ModelError, match="this model, or a part of it, is sharded already"):
+        with pytest.raises(ModelError, match="this model, or a part of it, is already sharded"):
             zm.shard(part, mesh(), "node=1")
     with pytest.raises(ModelError, match=r"0 is in torch's FSDPModule already, .*give zm.shard the plain model"):
         inner = nn.Linear(2, 2)

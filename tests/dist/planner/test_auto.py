@@ -79,7 +79,7 @@ def test_a_plan_for_more_ranks_than_the_mesh_has_is_refused():
     mesh = mesh_of(2)
     for strategy, planned_mesh, message in (
         ("node=3,cluster=0", (("node", 2), ("cluster", 2)), "the mesh has no axis 'cluster'"),
-        ("node=3", (("node", 8),), r"another mesh than this one, which has node=2 \(planned: 8\): plan for it"),
+        ("node=3", (("node", 8),), r"another mesh; this mesh has node=2 \(planned: 8\): plan for it"),
     ):
         with pytest.raises(MeshError, match=message):
             zm.shard(net(), mesh, Plan(strategy=Strategy.parse(strategy), mesh=planned_mesh))
@@ -89,7 +89,7 @@ def test_a_plan_is_made_for_what_a_model_has() -> None:
     workload, mesh = zm.Workload(**WORKLOAD), object()
     options: tuple[dict[str, Any], ...] = ({"units": ["Block"]}, {"resident": ["blocks.0"]}, {"bucket_bytes": 0})
     for option in options:
-        with pytest.raises(InputError, match=f"takes no {next(iter(option))}: name a strategy beside them"):
+        with pytest.raises(InputError, match=f"does not take {next(iter(option))}: drop them, or name a strategy"):
             zm.shard(net(), mesh, "auto", cluster="gloo-laptop", workload=workload, **option)  # type: ignore[call-overload]
     with pytest.raises(InputError, match=r"trainable='lora:16' is for a model given by name"):
         zm.plan(net(), "gloo-laptop", workload, trainable="lora:16")

@@ -187,5 +187,7 @@ def test_the_planners_units_are_the_engines(name: str, bucket_bytes: int) -> Non
         ours = [(unit.name, set(unit.describe(precision).buffers)) for unit in shared]
         planned = schedule_units(spec, workload, bucket_bytes, shares={"": percent})[0]
         assert [(unit.name, set(unit.buffers)) for unit in planned] == ours, percent
-    with pytest.raises(ModelError, match=r"\.1\.\S+ belongs to the parts \*\.1 and \*\.mlp, and has one layout"):
+    with pytest.raises(
+        ModelError, match=r"\.1\.\S+ belongs to the parts \*\.1 and \*\.mlp, but can have only one layout"
+    ):
         schedule_units(spec, workload, bucket_bytes, ("*.1", "*.mlp"))

@@ -95,7 +95,7 @@ MEMORY, PEAK = 'memory = "80 GB"', 'bf16 = "312 TFLOP/s"'
         ("size = 128", "size = 0", r"level\[1\]\.size: expected a whole number of at least 1"),
         ("size = 128", "size = true", r"level\[1\]\.size: expected a whole number"),
         ('name = "cluster"', 'name = "node"', "levels must have distinct names, node stands twice"),
-        ('name = "cluster"', 'name = "clus ter"', r"level\[1\]: level 'clus ter': a name is letters"),
+        ('name = "cluster"', 'name = "clus ter"', r"level\[1\]: level 'clus ter': a name must consist of letters"),
         (
             "size = 128",
             'size = 128\nkind = "nvlnk"',

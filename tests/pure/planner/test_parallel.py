@@ -82,7 +82,7 @@ def test_degrees_are_checked_once_for_all() -> None:
         plan(model(), cluster, replace(WORK, tp=3))
     with pytest.raises(InputError, match="of which small has none"):
         plan(model(), cluster, replace(WORK, ep=2, tp=None))
-    with pytest.raises(InputError, match="tp must be given here, got None: only a search chooses degrees"):
+    with pytest.raises(InputError, match="tp must be given, got None: only a search chooses degrees"):
         simulate_choices(model(), cluster, replace(WORK, tp=None), Strategy.parse("node=3,cluster=1"))
     with pytest.raises(InputError, match="needs at least 4 micro-batches a step; got 1"):
         plan(model(), cluster, replace(WORK, pp=4, micro_batch=16))

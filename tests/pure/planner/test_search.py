@@ -198,10 +198,18 @@ def test_a_large_model_on_small_devices_takes_what_a_machine_has_of_memory() -> 
 @pytest.mark.parametrize(
     ("tokens", "micro_batch", "message"),
     [
-        (256 * 16 * 4 + 1, None, "no whole number of sequences of 256; the nearest are 16384 and 16640 tokens"),
-        (256 * 24, None, "24 sequences do not divide among 16 devices.*25.0% of all device time.*4096 and 8192 tokens"),
+        (256 * 16 * 4 + 1, None, "not a multiple of the sequence length 256; the nearest are 16384 and 16640 tokens"),
+        (
+            256 * 24,
+            None,
+            "24 sequences cannot be divided evenly among 16 devices.*25.0% of all device time.*4096 and 8192 tokens",
+        ),
         (256 * 8, None, "the nearest batches that divide are 4096 tokens"),
-        (256 * 16 * 6, 4, "6 sequences a step, which micro-batches of 4 do not divide; the nearest that do are 2 and"),
+        (
+            256 * 16 * 6,
+            4,
+            "6 sequences per step, which is not a multiple of micro_batch 4; the nearest that divide are 2 and",
+        ),
     ],
 )
 def test_batches_that_do_not_divide(tokens: int, micro_batch: int | None, message: str) -> None:

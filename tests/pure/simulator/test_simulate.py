@@ -290,7 +290,7 @@ def test_the_json_has_the_documented_keys():
 @pytest.mark.parametrize(
     ("parts", "fields", "options", "error", "message"),
     [
-        ("|*.mpl: node=0,cluster=0", {}, {}, NotationError, r"no module of the model is \*\.mpl"),
+        ("|*.mpl: node=0,cluster=0", {}, {}, NotationError, r"part \*\.mpl matches no module of the model"),
         ("|<Linear>: node=0,cluster=0", {}, {}, NotationError, r"part <Linear> is the modules of a class.*a pattern"),
         ("|*.mlp: node=0,cluster=0", {}, {"engine": "fsdp"}, InputError, r"cannot be predicted beside engine fsdp"),
         ("|*.mlp: node=0", {}, {}, MeshError, r"part \*\.mlp: .* gives no stage to mesh axis 'cluster'"),

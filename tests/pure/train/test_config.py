@@ -129,7 +129,7 @@ def test_a_plan_of_other_choices_is_refused_with_each_of_them(file: Path) -> Non
         ("samples.every=1", "samples.every needs samples.prompts"),
         ("strategy=node=3,rack=1", "rack"),
         ("strategy=node=9,cluster=1", "stage must be one of"),
-        ("strategy=node=3,cluster=3;collective=flat", "collective=flat can be simulated only"),
+        ("strategy=node=3,cluster=3;collective=flat", "collective=flat can only be simulated"),
         ("faults.nonfinite=rollback", "needs checkpoints to go back to: set checkpoint.every"),
         ("faults.restarts=2", "needs checkpoints to go back to: set checkpoint.every"),
         ("strategy=auto", 'strategy = "auto" needs a cluster to plan for'),
