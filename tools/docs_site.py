@@ -26,7 +26,7 @@ BROUGHT_IN = {
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 REFERENCE = """# Reference
 
-What `import zeromesh as zm` gives. Options and errors are the docstrings'.
+The calls and classes of `import zeromesh as zm`, from their docstrings.
 
 """
 
@@ -85,7 +85,7 @@ def _reference() -> str:
 
 
 def _decisions() -> str:
-    lines = ["# Decisions\n", "Why things are as they are.\n"]
+    lines = ["# Decisions\n", "Design decisions, with their reasons and consequences.\n"]
     for path in sorted((ROOT / "docs/decisions").glob("*.md")):
         title = path.read_text().splitlines()[0].removeprefix("# ")
         lines.append(f"- [{title}](decisions/{path.name})")

@@ -25,24 +25,24 @@ ModelT = TypeVar("ModelT", bound="nn.Module")
 def plan(
     model: nn.Module | str, cluster: Cluster | str, workload: Workload, *, world: int = 0, trainable: str = "all"
 ) -> Plan:
-    """The layout of `model` on `cluster` to run: the simplest that fits in memory and is nearly as fast as the fastest.
+    """Finds the layout of `model` on `cluster` to run: the simplest that fits and is nearly as fast as the fastest.
 
-    `zeromesh plan` prints the same in its default options, where `workload.param_dtype` is what the device multiplies
-    matrices in, as the command has it.
+    `zeromesh plan` prints the same with its default options, if `workload.param_dtype` is the device's matrix dtype, as
+    in the command.
 
     Args:
-        model: a module (neither read nor changed: it is run on fake tensors), or what `--model` takes.
+        model: a module (neither read nor changed: it is run on fake tensors), or a value of `--model`.
         cluster: a description, a preset's name, or a TOML file.
-        workload: sequence length and batch; micro-batch and recomputation are searched where they are open.
-        world: devices to use, inner levels filled first; 0 for all.
-        trainable: of a model given by name: all, a fraction, or lora:RANK.
+        workload: sequence length and batch. Micro-batch and recomputation are searched unless given.
+        world: number of devices, filling inner levels first; 0 for all.
+        trainable: for a model given by name: all, a fraction, or lora:RANK.
 
     Returns:
-        What `zm.shard` takes as its strategy, with the choices that belong to it and the predicted figures.
+        A strategy for `zm.shard`, with the choices that belong to it and the predicted figures.
 
     Raises:
-        InputError: nothing fits, or the batch does not divide; says what would.
-        ClusterError, ModelError: there is no such cluster or model, or it cannot be read.
+        InputError: nothing fits, or the batch does not divide; the message names values that would.
+        ClusterError, ModelError: the cluster or model does not exist, or cannot be read.
     """
     return _search(model, cluster, workload, world, trainable).plan
 
@@ -57,16 +57,16 @@ def simulate(
     trainable: str = "all",
     engine: str = "zeromesh",
 ) -> Choice:
-    """One simulated step of `strategy`; `zeromesh simulate` prints the same.
+    """Simulates one step of `strategy`; `zeromesh simulate` prints the same.
 
     Args:
         strategy: in the notation, or a preset's name.
-        engine: whose mechanics: zeromesh, fsdp, deepspeed or amsp.
-        model, cluster, workload, world, trainable: as `plan` takes them.
+        engine: engine whose step is predicted: zeromesh, fsdp, deepspeed or amsp.
+        model, cluster, workload, world, trainable: as in `plan`.
 
     Returns:
-        The choice of what was left open, with its simulation: `.simulation.trace` is the timeline, `.to_json()` the
-        figures.
+        The chosen micro-batch and recomputation, with their simulation: `.simulation.trace` is the timeline,
+        `.to_json()` the figures.
     """
     spec, hardware = _load(model, cluster, workload, world, trainable)
     parsed = Strategy.parse(strategy, [name for name, _ in hardware.axes])

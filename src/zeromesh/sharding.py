@@ -55,37 +55,37 @@ def shard(
 ) -> ModelT:
     """Shards `model` in place over `mesh`, each axis with the ZeRO stage that `strategy` gives it.
 
-    Afterwards make any elementwise torch optimizer from ``model.parameters()`` and train as usual. Values are the first
-    rank's; other ranks may hold anything, the meta device included.
+    Then make any elementwise torch optimizer from ``model.parameters()`` and train as usual. Rank 0's values win; other
+    ranks may hold any values, also on the meta device.
 
     Args:
-        model: any module; its parameters are freed as they are sharded.
-        mesh: torch's mesh with named dimensions, outermost first, whose device receives the shards; None on a single
-            process, which keeps the model's.
-        strategy: ``"node=3,cluster=1"`` (innermost axis first), a preset's name, a plan of the planner's, whose dtypes
-            count where none is given here, or "auto": the planner's choice for this mesh.
-        param_dtype: of compute, and of parameters on the wire. Default: each parameter's own.
-        reduce_dtype: of gradients on the wire. Default: `param_dtype`.
-        grad_dtype: of the accumulated gradient shard. Default: fp32 (fp64 for fp64 parameters).
-        master_dtype: of the optimizer's copy. Default: fp32 (fp64 for fp64 parameters).
-        units: classes, or their names, of the modules that are gathered as one. Default: the model's repeated blocks,
-            its input embedding and its output head; where classes are given, the rest belongs to the model itself.
-        resident: names of units that are to have a gather slot of their own.
-        init: initialises the parameters and buffers of one module in place; for models on the meta device. Default:
-            Hugging Face's `_init_weights`, else the module's `reset_parameters`.
-        bucket_bytes: where no parameters are sharded, neighbouring units are joined until their parameters, as they
-            compute, take this many bytes, and reduced as one; 0 joins none.
-        debug: compare what each unit computes with before and after every use; slow, for bug reports. Default: whether
-            the environment variable ZEROMESH_DEBUG is set and not 0.
-        register: take gather and reduce slots from memory that the device's backend sends from without staging, where
-            it has such memory. Default: whether ZEROMESH_REGISTER is set and not 0.
-        parts: modules that have a strategy of their own, on axes of their own if need be, by a pattern of their
-            qualified names or by their class: ``{"*.experts": zm.Part(mesh=mesh["expert"], strategy="expert=3")}``. The
-            notation says the same of parts on the model's mesh.
-        cluster: with "auto": what the mesh's devices and links are. Its levels are the mesh's axes, by name and size.
-        workload: with "auto": sequence length, batch and micro-batch, and dtypes for which there is no option. What is
-            computed in is `param_dtype`, else the model's own dtype, and never the workload's. Recomputation is what
-            the model is set to.
+        model: any module. Its parameters are freed as they are sharded.
+        mesh: torch's mesh with named dimensions, outermost first. Its device receives the shards. None for a single
+            process, whose model stays on its device.
+        strategy: ``"node=3,cluster=1"`` (innermost axis first), a preset's name, a plan, or "auto", the planner's
+            choice for this mesh. A plan's dtypes apply unless given here.
+        param_dtype: dtype of compute, and of parameters on the wire. Default: each parameter's own.
+        reduce_dtype: dtype of gradients on the wire. Default: `param_dtype`.
+        grad_dtype: dtype of the accumulated gradient shard. Default: fp32 (fp64 for fp64 parameters).
+        master_dtype: dtype of the optimizer's copy. Default: fp32 (fp64 for fp64 parameters).
+        units: classes, or their names, of modules that are gathered together. Default: the model's repeated blocks, its
+            input embedding and its output head. All other parameters belong to the root unit.
+        resident: names of units that get their own gather slot.
+        init: function that initialises the parameters and buffers of one module in place, for models on the meta
+            device. Default: Hugging Face's `_init_weights`, else the module's `reset_parameters`.
+        bucket_bytes: without sharded parameters, neighbouring units are joined up to this many bytes of compute
+            parameters and reduced together; 0 joins none.
+        debug: compare each unit's parameters before and after every use; slow, for bug reports. Default: True if the
+            environment variable ZEROMESH_DEBUG is set and not 0.
+        register: allocate gather and reduce slots in memory that the device's backend sends without staging, if it has
+            such memory. Default: True if ZEROMESH_REGISTER is set and not 0.
+        parts: modules with their own strategy, and their own axes if needed, by a pattern of qualified names or by
+            class: ``{"*.experts": zm.Part(mesh=mesh["expert"], strategy="expert=3")}``. The notation can also express
+            parts on the model's mesh.
+        cluster: with "auto": the description of the mesh's devices and links. Its levels are the mesh's axes, by name
+            and size.
+        workload: with "auto": sequence length, batch, micro-batch, and dtypes without an option here. The compute dtype
+            is `param_dtype`, else the model's own, never the workload's. Recomputation is the model's setting.
 
     Returns:
         `model` itself.
@@ -93,7 +93,7 @@ def shard(
     Raises:
         InputError: "auto" without cluster and workload, or either of them without "auto".
         NotationError, MeshError: the strategy does not parse or does not fit the mesh, or the mesh not the cluster.
-        ModelError: a unit's class is not in the model, a parameter in two parts, or the model is sharded already.
+        ModelError: a unit's class is not in the model, a parameter is in two parts, or the model is already sharded.
         MismatchError: the ranks have different strategies, meshes or models, or one of the errors above was raised on
             another rank.
 
@@ -163,20 +163,20 @@ def require_plannable(strategy: object, *, mesh: object, cluster: object, worklo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding(Options):
-    """A strategy, a mesh and the options of `zm.shard`, said once and used by whatever makes the model.
+    """A strategy, a mesh and the options of `zm.shard` as one value, for code that makes the model later.
 
-    Nothing is sent, and torch is not imported, before `on` or `shard`; what is wrong in it raises here.
+    Making it sends nothing and does not import torch. Wrong input raises at once.
 
     Args:
-        strategy: as `zm.shard` takes it; "auto" plans, for `cluster` and `workload`.
+        strategy: as in `zm.shard`; "auto" plans for `cluster` and `workload`.
         mesh: sizes by name, outermost first (``{"cluster": 2, "node": 8}``), from which torch's mesh of all ranks is
-            made; or torch's own; None for a single process.
+            made; or torch's own mesh; None for a single process.
         param_dtype, reduce_dtype, grad_dtype, master_dtype, units, resident, init, bucket_bytes, register, debug,
-            parts, cluster, workload: as `zm.shard` takes them.
+            parts, cluster, workload: as in `zm.shard`.
 
     Raises:
-        InputError: "auto" without mesh, cluster or workload, or either of the last two without "auto"; or a dtype that
-            no model computes in.
+        InputError: "auto" without mesh, cluster or workload, or cluster or workload without "auto"; or a dtype that no
+            model computes in.
         NotationError, MeshError: the strategy does not parse, or does not fit the sizes.
 
     Examples:

@@ -43,25 +43,26 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run. All ranks make it, those of all stages of a pipeline, and call its methods together.
+    """The checkpoints of one run. All ranks, of all stages of a pipeline, make it and call its methods together.
 
-    A checkpoint loads under any strategy, on any number of ranks, and with the model cut into any stages or none. It is
-    complete or invisible: a kill at any moment leaves the one before. Its directory can be read by
-    torch.distributed.checkpoint.
+    A checkpoint loads under any strategy, on any number of ranks, and into any pipeline stages or none. It is complete
+    or invisible: a kill at any moment leaves the previous one. torch.distributed.checkpoint can read its directory.
 
     Args:
-        directory: where they lie: a path that all ranks see, or a URL that fsspec knows.
-        model: sharded; or all of this rank's stages of a pipeline (`zm.pipeline`), under the names of the whole model.
-        optimizers: one or several, made from the model's parameters, or from those of all of this rank's stages.
-        keep: newest checkpoints to keep, at least 1.
-        keep_every: checkpoints of steps that this divides are kept for good; 0 keeps none.
-        frozen: also save frozen parameters; else checksums of them, by which a load finds out whether they are there.
-        lock_wait_s: how long to wait for another job that saves to the same directory.
+        directory: a path that all ranks see, or a URL that fsspec knows.
+        model: a sharded model, or all of this rank's stages of a pipeline (`zm.pipeline`), with the whole model's
+            names.
+        optimizers: one or several, made from the parameters of the model, or of all of this rank's stages.
+        keep: number of newest checkpoints to keep, at least 1.
+        keep_every: also keep checkpoints whose step is a multiple of this; 0 keeps no others.
+        frozen: also save frozen parameters. False saves checksums, by which a load checks the model's
+            frozen parameters.
+        lock_wait_s: seconds to wait for another job that saves to the same directory.
 
     Raises:
         CheckpointError: `keep` or `keep_every` is too low.
         ModelError: the model is not sharded.
-        InputError: stages that are not all of this rank's, that are spread over different numbers of ranks, or have
+        InputError: the stages are not all of this rank's, are spread over different numbers of ranks, or have
             parameters of the same name.
 
     Examples:

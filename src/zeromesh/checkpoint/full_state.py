@@ -21,22 +21,21 @@ from zeromesh.modules import clean_name, is_sharded
 
 
 def full_state_dict(model: nn.Module | Any, *, names: Container[str] | None = None) -> Any:
-    """All parameters (in the master's dtype) and buffers, whole, on the CPU of the mesh's first rank, and its modules'
-    extra states.
+    """Gathers whole parameters (in the master's dtype), buffers and modules' extra states on rank 0's CPU.
 
-    Every rank calls it; at most one flat buffer is whole on a device at a time.
+    Every rank calls it. At most one flat buffer is whole on a device at a time.
 
     Args:
-        model: sharded; or dicts, lists and tuples of slices (a moving average), of which the same is returned with
-            whole tensors, and None for each on the other ranks.
-        names: the parameters that are wanted, the same on every rank; nothing else is gathered.
+        model: a sharded model; or dicts, lists and tuples of slices (such as a moving average). Of those, rank 0 gets
+            the same structure with whole tensors, and other ranks get None for each slice.
+        names: the parameters to gather, the same on every rank. Default: all.
 
     Returns:
-        By original name, in the model's order, tied parameters under each of their names; an empty dict on the other
-        ranks.
+        Tensors by original name, in the model's order, tied parameters under each of their names. Other ranks get an
+        empty dict.
 
     Raises:
-        ModelError: the model has parameters that came after `zm.shard`.
+        ModelError: the model has parameters that were added after `zm.shard`.
     """
     if not isinstance(model, nn.Module):
         return whole_state(model)
@@ -64,7 +63,7 @@ def full_state_dict(model: nn.Module | Any, *, names: Container[str] | None = No
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Takes whole tensors from the mesh's first rank; the others' `state` is not looked at.
+    """Loads rank 0's whole tensors into a sharded model. Other ranks' `state` is ignored.
 
     Raises:
         ModelError: on every rank, if names are missing or unknown, or a shape differs; nothing is changed then.

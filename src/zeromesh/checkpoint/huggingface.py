@@ -30,18 +30,18 @@ def save_safetensors(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
-    """Writes a sharded model as Hugging Face's `from_pretrained` loads it. All ranks call it, each writes its shard.
+    """Writes a sharded model for Hugging Face's `from_pretrained`. All ranks call it, and each writes its shard.
 
     A tied parameter is written once, under its first name. A model with a `config` gets its `config.json`.
 
     Args:
-        model: sharded.
-        directory: of the model; made if need be. All ranks must see it.
-        dtype: of floating-point parameters in the files. Default: the compute dtype.
-        max_file_bytes: a larger model is cut into several files.
+        model: a sharded model.
+        directory: directory that all ranks see; created if it does not exist.
+        dtype: dtype of floating-point parameters in the files. Default: the compute dtype.
+        max_file_bytes: a larger model is split into several files.
 
     Raises:
-        CheckpointError: on all ranks, where one of them could not write.
+        CheckpointError: on all ranks, if one of them could not write.
     """
     engine, location = engine_of(model), Path(directory)
     engine.require_own()
@@ -79,7 +79,7 @@ def _prepare(model: nn.Module, location: Path, rank: int) -> None:
 
 @progress("reading safetensors")
 def load_safetensors(model: nn.Module, location: str | os.PathLike[str]) -> None:
-    """Fills a sharded model from a safetensors file or a Hugging Face model's directory; each rank reads its shard.
+    """Fills a sharded model from a safetensors file or a Hugging Face model's directory. Each rank reads its shard.
 
     Raises:
         CheckpointError: on all ranks, if names are missing or unknown, or a shape or a kind of number differs (nothing

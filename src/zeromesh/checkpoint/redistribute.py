@@ -29,19 +29,19 @@ class Move:
 
 
 def copy_values(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies the values of `sources` into `targets`, slices of tensors of the same shapes in any two layouts.
+    """Copies the values of `sources` into `targets`, between slices in any two layouts.
 
-    A collective: all ranks of the model call it with the same tensors in the same order. Parameters, gradients, clones
-    and other results of elementwise functions may stand on either side; values are converted to the target's dtype.
-    Each element is sent once to each rank that needs it, all in one exchange; between slices of the same elements
-    nothing is sent.
+    This is a collective: all ranks of the model call it with the same tensors in the same order. Targets and sources
+    may be parameters, gradients, clones and other results of elementwise functions. Values are converted to the
+    target's dtype. Each element is sent once to each rank that needs it, in one exchange. Between slices of the same
+    elements nothing is sent.
 
     Args:
         targets: slices, written in place.
-        sources: as many.
+        sources: as many slices, of tensors with the same shapes.
 
     Raises:
-        InputError: on every rank: a tensor is no slice, shapes differ, or the models are on different ranks.
+        InputError: on every rank, if a tensor is not a slice, shapes differ, or the models are on different ranks.
         MismatchError, CommunicationError: not all ranks call it with the same tensors.
 
     Examples:

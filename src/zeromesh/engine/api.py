@@ -196,23 +196,24 @@ def engine_of(model: nn.Module) -> Engine:
 def accumulate(
     model: nn.Module, *, last: bool, weight: float | None = None, total: float | None = None
 ) -> AbstractContextManager[Weight]:
-    """One micro-batch, forward and backward, of a step of several.
+    """Marks one micro-batch, forward and backward, of a step with several.
 
-    Gradients are averaged over ranks and summed over micro-batches. With weights (the number of tokens, say) they are
-    the weighted mean over all ranks and micro-batches: give each micro-batch's own mean as its loss, undivided. Where
-    experts get tokens of several ranks the loss must carry the weight, and elsewhere it may: the context
-    weighs it, as in ``with zm.accumulate(...) as weigh: weigh(loss).backward()``.
+    Gradients are averaged over ranks and summed over micro-batches. With weights (such as numbers of tokens) they are
+    the weighted mean over all ranks and micro-batches: make each loss the mean of its micro-batch, undivided. If
+    experts get tokens of several ranks, the loss must carry the weight:
+    ``with zm.accumulate(...) as weigh: weigh(loss).backward()``. This form works in every model.
 
     Args:
-        model: sharded.
-        last: whether the optimizer steps after this one. Its backward reduces over all axes and shows `.grad`.
-        weight: of this micro-batch on this rank; may differ between ranks, and be 0.
-        total: of the weights of all the step's micro-batches on all ranks, alike on all of them: see `sum_over_ranks`.
+        model: a sharded model.
+        last: True if the optimizer steps after this micro-batch. Its backward reduces over all axes and shows `.grad`.
+        weight: weight of this micro-batch on this rank. It may differ between ranks, and may be 0.
+        total: sum of the weights of all micro-batches on all ranks in this step, the same on every rank; see
+            `sum_over_ranks`.
 
     Raises:
-        ModelError: `model` is not sharded, the weight is negative or without a total, some micro-batches of the step
-            have weights and some none, the loss does not carry one where it must, or a backward raised in an earlier
-            one (`zm.zero_grad` then begins anew).
+        ModelError: `model` is not sharded, the weight is negative or has no total, only some micro-batches of the step
+            have weights, the loss does not carry a weight that it must carry, or an earlier backward raised (call
+            `zm.zero_grad` to begin again).
     """
     engine = engine_of(model)
     return engine.accumulate(last, Weight(None if weight is None else _scale(weight, total, engine.control.size)))
@@ -233,7 +234,7 @@ def _scale(weight: float, total: float | None, ranks: int) -> float:
 
 
 def sum_over_ranks(model: nn.Module, value: float) -> float:
-    """The sum of a number (of the tokens of a step, say) over all ranks of the model's mesh, which all call this.
+    """Sums a number (such as this rank's tokens of a step) over all ranks of the model's mesh. All of them call it.
 
     Raises:
         ModelError: `model` is not sharded.
@@ -251,19 +252,19 @@ def clip_grad_norm_(
     """Scales all gradients so that their joint norm is at most `max_norm`.
 
     Args:
-        model: sharded; or several on the same ranks; or all of this rank's stages of a pipeline (`zm.pipeline`), whose
-            norm is over all stages.
-        max_norm: of the whole unsharded gradient.
+        model: a sharded model, several on the same ranks, or all of this rank's stages of a pipeline (`zm.pipeline`).
+            With stages, the norm covers all stages.
+        max_norm: largest norm of the whole gradient.
         norm_type: p of the p-norm, above 0; may be inf.
-        error_if_nonfinite: raise where the norm is nan or infinite, before anything is scaled.
+        error_if_nonfinite: raise if the norm is nan or infinite, before any gradient is scaled.
 
     Returns:
-        The norm before, of the whole unsharded gradient, 0-d, the same on every rank.
+        The norm of the whole gradient before scaling, 0-d, the same on every rank.
 
     Raises:
         ModelError: `model` is not sharded.
-        InputError: the norm's order is not above 0, or the models have no joint norm.
-        RuntimeError: `error_if_nonfinite`, as torch's own.
+        InputError: `norm_type` is not above 0, or the models have no joint norm.
+        RuntimeError: with `error_if_nonfinite`, as in torch.
     """
     engines = [engine_of(each) for each in ([model] if isinstance(model, nn.Module) else model)]
     pipeline = require_joint(engines)
@@ -332,7 +333,7 @@ def joint_norm(norms: Sequence[Tensor], order: float, pipeline: Pipeline | None,
 
 
 def refresh(model: nn.Module) -> None:
-    """Call after changing parameters by hand (an average, a load): gathered and cast copies are made anew.
+    """Gathers and casts parameters again. Call it after changing them by hand through `.local`.
 
     Raises:
         ModelError: `model` is not sharded.
@@ -341,12 +342,14 @@ def refresh(model: nn.Module) -> None:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Makes a method a forward of the model, as FSDP2's `register_fsdp_forward_method` does: it computes with whole
-    parameters, and its outputs can be trained. All ranks call it together.
+    """Makes a method a forward of the model, as FSDP2's `register_fsdp_forward_method` does.
+
+    The method then computes with whole parameters, and its outputs can be trained. All ranks call it together.
 
     Args:
-        module: a sharded model, or a part of one that has parameters.
-        name: of the method, such as ``"encode"``; ``"forward"`` of a layer that is called without the model around it.
+        module: a sharded model, or a module of one that has parameters.
+        name: name of the method, such as ``"encode"``; ``"forward"`` for a layer that is called without the model
+            around it.
 
     Raises:
         ModelError: `module` has no sharded parameters.
@@ -358,7 +361,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def zero_grad(model: nn.Module) -> None:
-    """Forgets all gradients, also the sums of micro-batches that no last one has followed.
+    """Drops all gradients, also sums of micro-batches that have not been reduced by a last one.
 
     Raises:
         ModelError: `model` is not sharded.

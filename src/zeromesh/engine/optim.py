@@ -70,10 +70,10 @@ _installed: list[Any] = []
 
 
 def elementwise(optimizer: Optimizer) -> Optimizer:
-    """Vouches that `optimizer` treats each element by itself, so that it may step on slices of parameters.
+    """Declares that `optimizer` treats each element by itself, so that it may step on slices of parameters.
 
-    Torch's own elementwise optimizers need no vouching. For one that mixes a tensor's elements (LAMB's norms,
-    Adafactor's factors, Muon's and Shampoo's matrices) the numbers would be wrong without an error.
+    Torch's elementwise optimizers need no declaration. Do not declare an optimizer that mixes a tensor's elements
+    (LAMB's norms, Adafactor's factors, Muon's and Shampoo's matrices): its numbers would silently be wrong.
 
     Returns:
         The optimizer itself.

@@ -22,20 +22,20 @@ KINDS = {"master": 1, "owed": 1, "grads": 2, "params": 3, "kept": 3}
 
 @contextmanager
 def parked(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = (), host: str = "host=3") -> Iterator[None]:
-    """Moves a model's shards to the host's memory, and back as the context ends: for rollouts, say, between two steps.
+    """Moves a model's shards to the host's memory, and back at the end of the context, for example for rollouts.
 
-    All ranks call this together, after a step whose gradients are dropped. Inside, whoever looks at the model's
-    parameters is refused. With "host=1" and "host=2" forwards without a backward run.
+    All ranks call it together, between two steps and after `zero_grad()`. Inside, reading the model's parameters
+    raises. With "host=1" and "host=2", forwards without a backward work inside.
 
     Args:
-        model: sharded.
-        optimizers: whose states go too; inside, these are tensors of the host. Values that owners keep (`zm.by_owner`)
-            and quantised states stay.
-        host: "host=1" for masters and states; "host=2" for gradients too; "host=3" for all, slots and workspace too.
+        model: a sharded model.
+        optimizers: optimizers whose states move as well, as CPU tensors inside. Values that owners keep
+            (`zm.by_owner`) and quantised states stay.
+        host: "host=1" moves masters and states, "host=2" also gradients, "host=3" also parameters, slots and workspace.
 
     Raises:
-        ModelError: gradients wait for a step, the model is parked already, its memory is registered, or the machine has
-            too little memory; on all ranks.
+        ModelError: on all ranks, if gradients wait for a step, the model is already parked, its memory is registered,
+            or the machine has too little memory.
 
     Example::
 

@@ -42,21 +42,21 @@ with names_of("transformers"):
 def from_pretrained(
     kind: Any, directory: str | os.PathLike[str], *, dtype: torch.dtype | str | None = None, **options: Any
 ) -> Any:
-    """A model of transformers on the meta device, whose values each rank reads where it is sharded.
+    """Makes a transformers model on the meta device, whose values each rank reads when the model is sharded.
 
-    No rank ever has more than its shard and one unit. Add adapters to it and shard it as any other; code that asks for
-    values before reads those tensors whole. Tensors that the files lack (a new head) are initialised by the first rank,
-    with a warning. No code from the directory is run.
+    No rank ever holds more than its shard and one unit. Add adapters and shard the model like any other. Code that
+    reads values earlier loads those tensors whole. Rank 0 initialises tensors that are in no file (a new head), with a
+    warning. No code from the directory is run.
 
     Args:
-        kind: `AutoModelForCausalLM`, `LlamaForCausalLM` or another class that has `from_pretrained`.
-        directory: with `config.json` and safetensors, where all ranks see it.
-        dtype: of the parameters. Default, or "auto": as the configuration says, else the files.
-        options: of the model's configuration, and `config` or `attn_implementation`.
+        kind: `AutoModelForCausalLM`, `LlamaForCausalLM` or another class with `from_pretrained`.
+        directory: a directory with `config.json` and safetensors, which all ranks see.
+        dtype: dtype of the parameters. Default, or "auto": the configuration's, else that of the files.
+        options: options of the model's configuration, and `config` or `attn_implementation`.
 
     Raises:
-        InputError: it is no directory of a model, or of a quantised one.
-        CheckpointError: a file is damaged, or of a kind that is not read.
+        InputError: it is not the directory of a model, or the model is quantised.
+        CheckpointError: a file is damaged, or of an unsupported kind.
         ModelError: the files do not fit the model.
     """
     location = Path(directory)

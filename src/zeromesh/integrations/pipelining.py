@@ -42,14 +42,14 @@ ParamGroups = list[dict[str, Any]]
 def pipeline(stages: Sequence[StageT], *, untied: bool = False) -> list[StageT]:
     """Lets torch's pipeline schedules drive sharded stages. All ranks of the pipeline call it, after `zm.shard`.
 
-    Gradients of a stage are then reduced over the axes that wait for a step's end in the last backward of each
-    `schedule.step`, or, inside `zm.accumulate(model, last=False)`, in none of it. Zero-bubble schedules work too.
-    `zm.clip_grad_norm_` of this rank's stages takes one norm over all stages, and a GradScaler skips a step on all.
+    Axes that reduce once a step then do so in the last backward of each `schedule.step`. Inside
+    `zm.accumulate(model, last=False)` they do not reduce. Zero-bubble schedules are supported. `zm.clip_grad_norm_`
+    of this rank's stages takes one norm over all stages, and a GradScaler skips a step on all stages.
 
     Args:
-        stages: all of this rank's, whose modules are sharded over the data-parallel ranks of their stage.
-        untied: weights of two stages that begin with the same values, as those of an embedding and of a head which
-            have been one tied parameter do, are meant to be trained as two.
+        stages: all of this rank's stages, whose modules are sharded over the data-parallel ranks of their stage.
+        untied: train equal weights of two stages separately, such as the embedding and the head of a model that was
+            tied.
 
     Returns:
         The same stages, for a schedule.
@@ -57,8 +57,8 @@ def pipeline(stages: Sequence[StageT], *, untied: bool = False) -> list[StageT]:
     Raises:
         ModelError: a stage's module is not sharded.
         InputError: there are no stages, they have different groups, a stage computes its gradients itself
-            (`dw_builder`), its module is sharded over ranks of other stages too, or says that it has parameters in
-            common with another stage, or shows it: an embedding has the values of another stage's weight.
+            (`dw_builder`), its module is sharded over ranks of other stages, or it shares parameters with another stage
+            (by its configuration, or because an embedding equals a weight of another stage).
         MismatchError: one of these was raised on another rank of the pipeline.
 
     Example::

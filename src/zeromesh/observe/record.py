@@ -43,10 +43,10 @@ class record_trace:  # used as a function that is also a context
     """Records the steps taken while the context is open, one `Trace` each.
 
     A step lasts from one optimizer's step to the end of the next. The first one begins with the context, so it lacks
-    the refreshes of the optimizer's step before; from the second on they are steady.
+    the refreshes of the previous optimizer's step.
 
     Args:
-        model: sharded.
+        model: a sharded model.
 
     Example::
 

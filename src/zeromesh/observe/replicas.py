@@ -64,17 +64,16 @@ class Held:
 
 
 def check_replicas(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = ()) -> None:
-    """Compares replicated tensors on all ranks; every rank of the mesh calls it between two steps.
+    """Compares replicated tensors on all ranks. Every rank of the mesh calls it, between two steps.
 
-    Reads every replicated byte once and exchanges 8 bytes a unit and rank. Under a layout that replicates nothing it
-    does nothing.
+    It reads every replicated byte once, and exchanges 8 bytes per unit and rank. Without replicas it does nothing.
 
     Args:
-        model: sharded.
-        optimizers: whose states are compared too.
+        model: a sharded model.
+        optimizers: optimizers whose states are compared as well.
 
     Raises:
-        MismatchError: on every rank, where bytes differ: names ranks, axis, unit, and tensor.
+        MismatchError: on every rank, if bytes differ. It names ranks, axis, unit and tensor.
         CommunicationError: a rank did not take part.
     """
     engine = engine_of(model)

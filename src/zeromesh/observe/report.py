@@ -36,23 +36,22 @@ _TRIAL_NUMEL = 16
 def memory_report(
     model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
 ) -> Lines[MemoryLine]:
-    """Model state of this rank: predicted by the schedule, beside the storages that are there.
+    """Reports this rank's model state: bytes predicted by the schedule, beside the bytes allocated.
 
     Args:
-        model: sharded.
-        optimizer: whose states count as optimizer memory; one or several. Without it the masters alone count.
+        model: a sharded model.
+        optimizer: one or several, whose states count as optimizer memory. Without it only masters count.
 
     Returns:
-        Lines params, grads, optimizer (masters and states), buffers (slots, kept copies, residuals, staging,
-        workspace), total; the same for the host, where anything lies there. Values that the owners of an optimizer from
-        `zm.by_owner` keep count too; a line step follows then: memory of tensors that come to this rank inside a
-        step, when no activation is alive, and go with it. Not in them: the model's buffers and frozen parameters of
-        dtypes that are not sharded (complex ones), which every rank holds whole.
+        Lines for params, grads, optimizer (masters and states), buffers (slots, kept copies, residuals, staging,
+        workspace) and total, and the same for the host if it holds shards. Whole values that owners keep
+        (`zm.by_owner`) count as well. A line step then has the memory of tensors that come to this rank only during
+        a step, when no activation is alive. Not counted: the model's buffers, and frozen parameters of dtypes that
+        are not sharded (complex ones), which every rank holds whole.
 
-    Predictions look at nothing that was allocated. An optimizer's states for each element of its state shard are found
-    by one step of its like on an element or two of its own, with each group's own options: see `_state_bytes`. So its
-    states are predicted before the first step, when none are held, and also for parameters that no step has had a
-    gradient for, which torch's optimizers make no states for.
+    Predictions do not look at allocated memory. Bytes of optimizer states per element are measured by a step of the
+    same optimizer, with each group's options, on one or two elements: see `_state_bytes`. So states are predicted
+    before the first step, and also for parameters that no step has had a gradient for.
     """
     engine = engine_of(model)
     plan, lines = engine.schedule.memory, Lines[MemoryLine]()
@@ -180,12 +179,12 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: int, like: ShardedPara
 
 
 class traffic_report:  # used as a function that is also a context
-    """Counts the bytes that this rank sends while the context is open, beside the schedule's for a step.
+    """Counts the bytes that this rank sends while the context is open, beside the bytes that the schedule predicts.
 
     Args:
-        model: sharded.
-        micro_batches: of each step.
-        recompute: whether blocks are checkpointed.
+        model: a sharded model.
+        micro_batches: micro-batches per step.
+        recompute: True if blocks are checkpointed.
 
     Raises:
         ModelError: `model` is not sharded.

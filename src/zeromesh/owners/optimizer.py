@@ -61,26 +61,28 @@ def by_owner(
     dims: int | None = None,
     **options: Any,
 ) -> OwnerOptimizer:
-    """An optimizer for whole tensors: each is stepped by one of the ranks that together hold its state shards.
+    """Makes an optimizer that steps on whole tensors, each on one rank, its owner.
 
-    For classes that treat each tensor by itself and need all of it: Muon, Shampoo, SOAP, Adafactor, LAMB. All ranks
-    call this alike, after `zm.shard`.
+    Use it for classes that treat each tensor by itself and need the whole tensor: Muon, Shampoo, SOAP, Adafactor,
+    LAMB. All ranks call it alike, after `zm.shard`.
 
     Args:
         optimizer: the class, unchanged.
-        params: parameters of the sharded model, or groups of them with options of their own.
-        cost: of stepping a tensor of a shape, which owners are balanced by; None for the operations of torch's Muon,
-            and of others the elements.
-        bucket_bytes: bytes that one bucket brings to one owner; None for 64 MiB, and more where ranks would wait else.
-        batched: step on tensors of one shape at once, through torch.vmap: fewer and larger kernels, whose rounding is
-            not that of one tensor after the other.
-        dims: dimensions that the class sees: tensors of more are batches of such. 2 for experts' weights of three.
-        options: for `optimizer`.
+        params: parameters of the sharded model, or groups of them with their own options.
+        cost: function from a tensor's shape to the cost of stepping on it, which owners are balanced by. Default: the
+            operations of torch's Muon for Muon, else the number of elements.
+        bucket_bytes: bytes that one bucket brings to one owner. Default: 64 MiB, or more if ranks would wait for each
+            other.
+        batched: step on all tensors of one shape at once, through torch.vmap. Kernels are fewer and larger, and may
+            round differently.
+        dims: number of trailing dimensions that the class sees; further dimensions are a batch. Use 2 for expert
+            weights of three dimensions.
+        options: options of `optimizer`.
 
     Raises:
-        OptimizerError: a parameter is not the sharded model's, the class makes one tensor's update of others,
-            torch.vmap does not run it and is to, or its states do not fit on a device.
-        MismatchError: on all ranks, if they give different tensors.
+        OptimizerError: a parameter is not the sharded model's, the class mixes tensors, torch.vmap cannot run it with
+            `batched`, or its states do not fit on a device.
+        MismatchError: on all ranks, if they pass different tensors.
 
     Examples:
         >>> optimizer = by_owner(torch.optim.Muon, model.blocks.parameters(), lr=0.02)  # doctest: +SKIP

@@ -19,25 +19,25 @@ MAX_MICRO_BATCH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The work of one step and the choices that are already made.
+    """The work of one step, and the choices that are fixed.
 
     Args:
-        seq_len: tokens in a sequence.
-        global_batch_tokens: tokens of one step over all devices.
-        micro_batch: sequences per device and micro-batch; None leaves it to the planner.
-        recomputation: of the blocks; None leaves it to the planner.
+        seq_len: tokens per sequence.
+        global_batch_tokens: tokens per step over all devices.
+        micro_batch: sequences per device and micro-batch; None lets the planner choose.
+        recomputation: recomputation of the blocks; None lets the planner choose.
         param_dtype, reduce_dtype, grad_dtype, master_dtype: fp64, fp32, bf16 or fp16, for the options of
             `zeromesh.shard` of these names; reduce_dtype None is param_dtype.
-        optimizer: adamw, or muon for the matrices of blocks and adamw for the rest.
-        ownership: what adamw steps on: slices, or whole tensors that each have an owner. Muon's always have.
-        tp, cp, pp, ep: by how many ranks the model is cut beside data (`zeromesh.parallel.Parallel`, which has
-            the next three too); None leaves a degree to the planner.
-        pp_schedule: of the pipeline: gpipe, 1f1b, interleaved or zero-bubble.
-        pp_chunks: stages that one rank of it holds.
-        sequence_parallel: tp cuts norms and residuals along the sequence.
+        optimizer: adamw, or muon for the matrices of blocks with adamw for the rest.
+        ownership: adamw steps on slices, or on whole tensors with owners. Muon always has owners.
+        tp, cp, pp, ep: degrees of tensor, context, pipeline and expert parallelism; None lets the planner choose. See
+            `zeromesh.parallel.Parallel`, also for the next three.
+        pp_schedule: pipeline schedule: gpipe, 1f1b, interleaved or zero-bubble.
+        pp_chunks: pipeline stages per rank.
+        sequence_parallel: tp shards norms and residuals along the sequence.
 
     Raises:
-        InputError: a size below 1, a dtype that there is not, or a batch that is no whole number of sequences.
+        InputError: a size below 1, an unknown dtype, or a batch that is not a multiple of the sequence length.
     """
 
     seq_len: int

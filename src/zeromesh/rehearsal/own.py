@@ -36,21 +36,21 @@ def rehearse(
     rank: int = 0,
     cluster: Cluster | str | None = None,
 ) -> Rehearsal:
-    """Rehearses your own training step as one rank of any number, without a GPU and without other ranks.
+    """Rehearses your training step as one rank of any number, without a GPU and without other ranks.
 
-    The engine is the real one, on a virtual device that reserves memory and does not touch it; kernels know shapes
-    alone, and collectives are counted. All that the step reads of the device is 0. The device is this process's
-    accelerator from then on, so rehearse in a process of its own.
+    The real engine runs on a virtual device that reserves memory without touching it. Kernels only compute shapes, and
+    collectives are counted. Values read from the device are 0. The device stays this process's accelerator, so rehearse
+    in a separate process.
 
     Args:
-        step: a whole one: forward, backward, clipping, the optimizer's step; called a few times. Tensors that it makes
-            go to ``mesh.device_type``, which `build` has seen.
-        build: makes the model, shards it over the mesh that it is given, and makes its optimizer. Make large models
-            under ``torch.device("meta")``: nothing needs their values.
+        step: function of one whole step: forward, backward, clipping and the optimizer's step. It is called a few
+            times. Make its tensors on ``mesh.device_type`` of the mesh that `build` gets.
+        build: function that makes the model, shards it over the given mesh, and makes its optimizer. Make large models
+            under ``torch.device("meta")``, since values are not needed.
         mesh: sizes by axis name, outermost first.
-        rank: which one to be.
-        cluster: a description, a preset's name or a TOML file, whose levels are the mesh's axes: for the time of a step
-            and the memory of a device.
+        rank: the rank to rehearse.
+        cluster: a description, a preset's name or a TOML file, whose levels are the mesh's axes. It gives the time of a
+            step and the memory of a device.
 
     Returns:
         The figures: `.memory`, `.axes`, `.launches_per_unit()`, `.host_reads`, `.failures`, `.trace`, `.to_json()`.
@@ -58,7 +58,7 @@ def rehearse(
     Raises:
         MeshError: the mesh has no such rank.
         ClusterError: the cluster cannot be read, or has other levels.
-        InputError: there is no compiler for the device, or another process group.
+        InputError: there is no compiler for the device, or the process already has another process group.
     """
     found = find_cluster(cluster) if isinstance(cluster, str) else cluster
     hardware = None if found is None else found.sized(mesh)

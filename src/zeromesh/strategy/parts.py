@@ -21,12 +21,12 @@ Sizes = Sequence[tuple[str, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """How a part of a model is sharded: the modules that a pattern or a class names, with all that is inside of them.
+    """The sharding of a part of a model: the modules of a pattern or class, with everything inside them.
 
     Args:
-        mesh: whose ranks share the part's parameters: a mesh of some of the model's ranks, this one among them, where
-            others hold others (experts beside an axis of expert parallelism). None: the model's mesh.
-        strategy: on the axes of that mesh; None where the notation of the model's strategy has the part's.
+        mesh: mesh of the ranks that share the part's parameters: some of the model's ranks, including this one. Use it
+            if other ranks hold other parameters, as with expert parallelism. None: the model's mesh.
+        strategy: strategy on the axes of that mesh. None if the notation of the model's strategy gives it.
 
     Examples:
         >>> import zeromesh as zm

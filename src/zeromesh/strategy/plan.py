@@ -57,18 +57,18 @@ class Plan:
     """A strategy with the choices that belong to it.
 
     Args:
-        strategy: on the mesh's axes.
+        strategy: strategy on the mesh's axes.
         mesh: (axis name, size), innermost first.
         micro_batch: sequences per device and micro-batch.
         micro_batches: micro-batches per step.
         recompute: activation checkpointing of the blocks.
-        seq_len: tokens of a sequence; None where it is not known.
+        seq_len: tokens per sequence; None if unknown.
         param_dtype, reduce_dtype, grad_dtype, master_dtype: fp64, fp32, bf16 or fp16; None for the engine's defaults.
-        parallel: by how many ranks the model is cut beside the mesh's axes; None where it is not.
+        parallel: degrees of tensor, context, pipeline and expert parallelism; None without.
         predicted: the planner's figures for this plan, as `zeromesh simulate --json` prints them.
 
     Raises:
-        InputError: a dtype or recomputation that there is not, or a count below 1.
+        InputError: an unknown dtype or recomputation, or a count below 1.
     """
 
     strategy: Strategy

@@ -79,11 +79,11 @@ _PART = re.compile(r"<\w+>|[\w.*?\[\]!-]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A ZeRO stage for every mesh axis, innermost axis first, in normal form, and for the host's memory (or `percent`
-    of the tensors); and those of parts of the model that have their own (`parts`: by name, in the order of names).
-    `step` says where the optimizer steps on shards that lie on the host.
+    """A ZeRO stage for every mesh axis, innermost first, in normal form.
 
-    Two spellings of one layout are equal, and ``Strategy.parse(str(s)) == s``:
+    It also has the stage of the host's memory (for `percent` of the tensors), the place of the optimizer's step for
+    shards on the host (`step`), and the strategies of parts of the model (`parts`, ordered by name). Two spellings of
+    one layout are equal, and ``Strategy.parse(str(s)) == s``:
 
     >>> Strategy.parse("node[4]=3, node[2]=3") == Strategy.parse("node=3")
     True
