@@ -65,7 +65,7 @@ def load_newest(storage: Storage, peers: Peers, restore: Restore) -> Loaded | No
     if refused:
         raise CheckpointError(
             f"{storage.where()} has checkpoints, but none that can be loaded:\n  " + "\n  ".join(refused) + "\nStart "
-            'anew with resume = "never", or name a checkpoint elsewhere'
+            "again in a new directory, or give the path of a checkpoint elsewhere"
         )
     return None
 

@@ -112,7 +112,7 @@ class Engine:
                 yield from buffer.optimizer_params
 
     def added(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Trainable parameters, by name, that came into the model after it was sharded."""
+        """Trainable parameters, by name, that were added to the model after it was sharded."""
         model = self.model()
         for name, param in () if model is None else model.named_parameters():
             own = isinstance(param, ShardedParameter | Leaf)
@@ -125,7 +125,7 @@ class Engine:
         require_one_of_a_name(self.homes)
         for name, _ in self.added():
             raise ModelError(
-                f"{name} came into the model after zm.shard, which knows nothing of it, so it would not be saved: "
+                f"{name} was added to the model after zm.shard, so it would not be saved: "
                 f"change the model first, then shard it"
             )
 
@@ -470,8 +470,8 @@ class Engine:
             name = self.backend.units[unit].name
             if self.backend.has_grads(unit):
                 raise OptimizerError(
-                    f"gradients came to unit {name!r} in a backward that zeromesh did not see: its forward must return "
-                    f"tensors, also inside of lists, dicts and dataclasses, to which the gradient comes"
+                    f"gradients reached unit {name!r} in a backward that zeromesh did not see: its forward must return "
+                    f"the tensors that get gradients, also inside lists, dicts and dataclasses"
                 )
             if self.interpreter.states[unit].grad is GradState.PARTIAL:
                 raise OptimizerError(

@@ -174,9 +174,10 @@ class Agreement:
         if schedule.shards_params and not (same_order and same_gathers):
             names = [self._backend.units[unit].name or "(root)" for unit in seen]
             raise MismatchError(
-                "all ranks must call the units in the same order while parameters are sharded; this step they did not: "
-                f"on rank {self._control.rank} the order was {', '.join(names)}. Gradients of this step are not valid. "
-                "Run every unit on every rank (on dummy data if need be), or shard no parameters (stages 0, 1, 2)"
+                "all ranks must call the units in the same order while parameters are sharded; in this step they did "
+                f"not: on rank {self._control.rank} the order was {', '.join(names)}. Gradients of this step are not "
+                "valid. Run every unit on every rank (on dummy data if need be), or shard no parameters (stages 0, 1, "
+                "2)"
             )
         if not self._ordered and same_order:
             self._ordered = True

@@ -64,7 +64,9 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.config is None) == (self.pretrained is None):
-            raise ValueError("give either model.config, to begin with random values, or model.pretrained, to go on")
+            raise ValueError(
+                "give either model.config, to start from random values, or model.pretrained, to start from its values"
+            )
         return self
 
 
@@ -177,7 +179,7 @@ class TrainConfig(Section):
             held_out = "set data.holdout to a fraction above 0, or name files in data.validation"
             raise ValueError(f"eval.every needs something to evaluate on: {held_out}")
         if self.samples.every and not self.samples.prompts:
-            raise ValueError("samples.every needs samples.prompts, the texts to go on from")
+            raise ValueError("samples.every needs samples.prompts, the texts to continue")
         if self.strategy == AUTO and self.cluster is None:
             raise ValueError('strategy = "auto" needs a cluster to plan for: cluster = "FILE.toml", or a preset')
         if not self.checkpoint.every and (faults.nonfinite == "rollback" or faults.restarts):

@@ -229,7 +229,7 @@ def test_parameters_that_come_after_sharding_are_refused():
         ):
             torch.optim.SGD(params, lr=0.1).step()
     for save in (zm.full_state_dict, lambda model: zm.save_safetensors(model, "not-made")):
-        with pytest.raises(ModelError, match=r"4\.weight came into the model after zm\.shard.*would not be saved"):
+        with pytest.raises(ModelError, match=r"4\.weight was added to the model after zm\.shard.*would not be saved"):
             save(model)
     other = nn.Linear(2, 2)  # of no sharded model
     torch.optim.SGD([*list(model.parameters())[:-2], *other.parameters()], lr=0.1).step()

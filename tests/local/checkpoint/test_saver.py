@@ -205,7 +205,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path: Path, file
     require_step(found, 1)
     assert seen(tmp_path) == before
     damage(tmp_path / "step-00000001" / "__0_0.distcp", "truncate")
-    none = r'none that can be loaded:(.|\n)*too short(.|\n)*resume = "never"'
+    none = r"none that can be loaded:(.|\n)*too short(.|\n)*in a new directory, or give the path"
     with pytest.warns(UserWarning), pytest.raises(CheckpointError, match=none):
         load(tmp_path)
 

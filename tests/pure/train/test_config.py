@@ -121,7 +121,7 @@ def test_a_plan_of_other_choices_is_refused_with_each_of_them(file: Path) -> Non
         ("step=3", "unknown key step; did you mean run.steps?"),
         ("run.steps=0 batch.mirco=1", "batch.mirco"),  # every mistake is listed
         ("run.steps=0 batch.mirco=1", "run.steps"),
-        ("model.pretrained=there", "either model.config, to begin with random values, or model.pretrained"),
+        ("model.pretrained=there", "either model.config, to start from random values, or model.pretrained"),
         ("model.trainable=lora", 'must be "all", "lora:RANK", as in "lora:16", or a list of patterns'),
         ("model.trainable=[]", "no pattern would leave nothing to train"),
         ("model.activation_checkpointing=some", "'none', 'selective' or 'full'"),
