@@ -1,14 +1,10 @@
 """Who owns which tensor, where an optimizer needs whole ones: chosen once, from costs and from where the slices lie.
 
 [Note: Balance] All owners step at once, so a step takes as long as the one with the most work. Longest first, each
-tensor to whoever has least (Graham 1969), gives a limit; where that is more than 5 % above the mean and above the
-bound, lower limits are tried by packing each tensor, longest first, where it fits best (MULTIFIT: Coffman, Garey and
-Johnson 1978). Then each tensor goes, under the limit or 5 % above the mean, to the rank for which the least has to
-move, the slow axes first. A cheap choice may take memory: a rank that holds more elements than 5 % above the mean,
-or than the longest tensor has, gets no more for being near. A tensor is not divided, so with few tensors for many ranks
-no choice is even: `Owners.bound` is a lower bound of all choices. Its proof is of bins: where tensors that cannot share
-a rank, and the volume of those that fit beside them, need more ranks than there are, some rank has more than the limit
-(Martello and Toth 1990, their bound L2).
+tensor to whoever has least (Graham 1969), gives a limit. Then each tensor goes, under the limit or 5 % above the mean,
+to the rank for which the least has to move, the slow axes first. A cheap choice may take memory: a rank that holds more
+elements than 5 % above the mean, or than the longest tensor has, gets no more for being near. A tensor is not divided,
+so with few tensors for many ranks no choice is even: `Owners.bound` is a lower bound of all choices.
 
 [Note: Planes] A tensor may be divided before it is sharded, over axes that have no stage (tensor parallelism): the
 ranks with one index on each of these axes are a plane, and have a region of the tensor in slices. Whole is whole over
@@ -20,13 +16,11 @@ stepped alike, each by an owner among its own planes at the same place, so that 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
-from math import ceil, inf, prod
+from math import inf, prod
 from typing import NamedTuple
 
 from zeromesh.pieces.region import Region
@@ -41,9 +35,6 @@ NEWTON_SCHULZ_STEPS = 5
 BUCKET_BYTES = 64 << 20
 """Gradients and values of one bucket on the rank that has most of them, unless ranks would then wait for each other.
 Three buckets are in memory at once."""
-
-PRECISION = 1e-6
-"""Relative precision of limits and bounds that are found by bisection."""
 
 WAITS = 1.1
 """As little may be lost to buckets in which one rank has more to do than others as to the balance of owners: 10 %."""
@@ -196,15 +187,12 @@ def choose_owners(
     all_costs = [cost for tensor, cost in zip(tensors, costs, strict=True) for _ in range(tensor.copies)]
     mean = sum(all_costs) / ranks
     even = _longest_first(tensors, order, costs, ranks)
-    bound = _bound(all_costs, ranks, most := max(_loads(tensors, even, costs, ranks)))
-    if most > max(bound * (1 + 2 * PRECISION), SLACK * mean):
-        even = _packed_tightly(tensors, order, costs, even, ranks, bound, most) or even
     limit = max(*_loads(tensors, even, costs, ranks), SLACK * mean)
     near = even if anywhere else _nearest(layout, tensors, order, costs, limit)
     loads = _loads(tensors, near, costs, ranks)
     if max(loads) > limit:
         near, loads = even, _loads(tensors, even, costs, ranks)
-    return Owners(rank_of=tuple(near), loads=tuple(loads), bound=bound)
+    return Owners(rank_of=tuple(near), loads=tuple(loads), bound=_bound(all_costs, ranks))
 
 
 def _longest_first(tensors: Sequence[Placement], order: Sequence[int], costs: Sequence[float], ranks: int) -> list[int]:
@@ -222,54 +210,6 @@ def _longest_first(tensors: Sequence[Placement], order: Sequence[int], costs: Se
         load, owners[index] = heap[0]
         heapq.heapreplace(heap, (load + costs[index], owners[index]))
     return owners
-
-
-def _packed_tightly(
-    tensors: Sequence[Placement],
-    order: Sequence[int],
-    costs: Sequence[float],
-    even: Sequence[int],
-    ranks: int,
-    low: float,
-    high: float,
-) -> list[int] | None:
-    """Owners with less than `high` each, as little as packing finds, beside those that `even` has in several copies;
-    None if it finds none."""
-    found: list[int] | None = None
-    alone = [index for index in order if tensors[index].copies == 1]
-    several = [cost if tensor.copies > 1 else 0.0 for tensor, cost in zip(tensors, costs, strict=True)]
-    fixed = _loads(tensors, even, several, ranks)
-
-    def fails(limit: float) -> bool:
-        nonlocal found
-        packed = _packed(alone, costs, even, sorted((limit - load, rank) for rank, load in enumerate(fixed)))
-        found = packed or found
-        return packed is None
-
-    _threshold(fails, low, high * (1 - PRECISION))
-    return found
-
-
-def _packed(
-    order: Sequence[int], costs: Sequence[float], even: Sequence[int], rooms: list[tuple[float, int]]
-) -> list[int] | None:
-    """Owners as in `even`, but those of `order` as there is room: longest first, each where the least is left."""
-    owners = [*even]
-    for index in order:
-        place = bisect_left(rooms, (costs[index], -1))
-        if place == len(rooms):
-            return None
-        room, owners[index] = rooms.pop(place)
-        insort(rooms, (room - costs[index], owners[index]))
-    return owners
-
-
-def _threshold(fails: Callable[[float], bool], low: float, high: float) -> float:
-    """Between `low` and `high`, where `fails` has not been seen to be false, to within PRECISION."""
-    while high - low > PRECISION * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if fails(middle) else (low, middle)
-    return low
 
 
 def _nearest(
@@ -332,34 +272,12 @@ def _loads(tensors: Sequence[Placement], owners: Sequence[int], costs: Sequence[
     return loads
 
 
-def _bound(costs: Sequence[float], ranks: int, most: float) -> float:
-    """A lower bound on the largest load under any choice; `most` is achievable.
-
-    The mean; of the k*ranks + 1 longest the k + 1 shortest, which share a rank; and every limit that needs more ranks.
-    """
+def _bound(costs: Sequence[float], ranks: int) -> float:
+    """A lower bound on the largest load under any choice: the mean, and of the k*ranks + 1 longest the k + 1 shortest,
+    which share a rank."""
     longest = sorted(costs, reverse=True)
     crowded = [sum(longest[k * ranks - k : k * ranks + 1]) for k in range(1, (len(longest) - 1) // ranks + 1)]
-    least = max([sum(costs) / ranks, *longest[:1], *crowded])
-    rising, sums = longest[::-1], [0.0, *accumulate(reversed(longest))]
-    return _threshold(lambda limit: _ranks_needed(rising, sums, limit) > ranks, least, most)
-
-
-def _ranks_needed(rising: Sequence[float], sums: Sequence[float], limit: float) -> int:
-    """At least, for loads of `limit` at the most: Martello and Toth's L2.
-
-    Args:
-        rising: costs, none above `limit`.
-        sums: of the first so many of them.
-    """
-    half, needed = bisect_right(rising, limit / 2), 0
-    for least in [0.0, *sorted(set(rising[:half]))]:
-        # Nothing that counts fits beside the longest; beside the long, those of the short that count.
-        longest, short = bisect_right(rising, limit - least), bisect_left(rising, least)
-        longest = max(longest, half)
-        beside = (longest - half) * limit - (sums[longest] - sums[half])
-        over = sums[half] - sums[short] - beside
-        needed = max(needed, len(rising) - half + max(0, ceil(over / limit * (1 - 1e-12)) if limit else 0))
-    return needed
+    return max([sum(costs) / ranks, *longest[:1], *crowded])
 
 
 def cut(
