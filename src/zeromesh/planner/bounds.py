@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from math import ceil, inf
+from math import ceil
 from operator import itemgetter
 
 import numpy as np
@@ -27,9 +27,8 @@ from zeromesh.planner.elements import Elements, state_degree
 from zeromesh.planner.memory_bound import PREFETCH, MemoryBound
 from zeromesh.planner.space import STAGES, Block, Integers, divisors
 from zeromesh.planner.time_bound import (
+    LANE_ROWS,
     MICRO_AND_STEP,
-    OVERLAPPING,
-    SUMMED,
     ComputeSeconds,
     Floats,
     Known,
@@ -141,28 +140,14 @@ class Bounds:
         if self.division is not None:
             return self._divided_s(self.division, self.workload.fixed(sequences, recomputation, self._parallel))
         forward = backward = 0.0
-        blocks: list[float] = []
         moving: list[float] = []
-        entered = 0.0, 0.0
         for unit in self.model.units:
             one = self.compute.unit(unit, tokens=sequences * seq_len, seq_len=seq_len, recomputation=recomputation)
-            least, most = self._collecting_s(unit)
-            one = one.collecting(least)
-            back = one.backward + one.recompute
+            one = one.collecting(self._collecting_s(unit))
             moving += [one.moving] if one.total else []
             forward += unit.count * one.forward
-            backward += unit.count * back
-            blocks += [back] * (unit.count if _reduces_as_block(unit) else 0)
-            if unit is self._entered:
-                entered = one.forward, back + most - least
-        return ComputeSeconds(
-            forward=forward,
-            backward=backward,
-            blocks=len(blocks),
-            block_backward=min(blocks, default=0.0),
-            entered=entered,
-            moving=self._moving(moving),
-        )
+            backward += unit.count * (one.backward + one.recompute)
+        return ComputeSeconds(forward=forward, backward=backward, moving=self._moving(moving))
 
     def _moving(self, shares: Sequence[float]) -> float:
         """w, of the shares of a micro-batch's units. What owners step on may be products beside collectives."""
@@ -170,56 +155,37 @@ class Bounds:
         return 0.0 if owned else min(shares, default=0.0)
 
     def _divided_s(self, division: Division, work: FixedWorkload) -> ComputeSeconds:
-        key, known = (division.parallel, work.micro_batch, work.recomputation, *self._held), self.known.seconds
+        key, known = (division.parallel, work.micro_batch, work.recomputation, self._narrowest), self.known.seconds
         if key not in known:
             every = [[(unit, self._computation(unit, work)) for unit in part.model.units] for part in division.parts]
             known[key] = [MicroBatchSeconds.of((unit.count, one) for unit, one in units) for units in every]
         own = known[key][self.part]
-        every_unit = [(unit, self._computation(unit, work).seconds) for unit in self.model.units]
-        blocks = [(unit, one) for unit, one in every_unit if _reduces_as_block(unit)]
+        seconds = [self._computation(unit, work).seconds for unit in self.model.units]
         return ComputeSeconds(
             forward=own.forward,
             backward=own.backward,
-            blocks=sum(unit.count for unit, _ in blocks),
-            block_backward=min((one.backward + one.recompute for _, one in blocks), default=0.0),
-            entered=self._entered_s(work),
             waiting=own.waiting,
             idle=idle_seconds(division, known[key])[self.part],
-            moving=self._moving([one.moving for _, one in every_unit if one.total]),
+            moving=self._moving([one.moving for one in seconds if one.total]),
         )
-
-    def _entered_s(self, work: FixedWorkload) -> tuple[float, float]:
-        """Not known where it waits for collectives of its own, beside others on the same links."""
-        if self._entered is None:
-            return 0.0, 0.0
-        one = self._computation(self._entered, work)
-        if any(one.within.values()):
-            return inf, inf
-        least, most = self._collecting_s(self._entered)
-        return one.seconds.forward, one.seconds.backward + one.seconds.recompute + most - least
 
     def _computation(self, unit: UnitSpec, work: FixedWorkload) -> Computation:
         assert self.division is not None
         one = Computation.of(unit, self.division, self.compute, self.transfers, work)
-        return one.collecting(self._collecting_s(unit)[0])
+        return one.collecting(self._collecting_s(unit))
 
-    def _collecting_s(self, unit: UnitSpec) -> tuple[float, float]:
-        """Seconds in which a unit's gradients are copied to where they are reduced, at least and at most: that depends
-        on the slot's dtype, and on whether they are added to others."""
+    def _collecting_s(self, unit: UnitSpec) -> float:
+        """Least seconds in which a unit's gradients are copied to where they are reduced."""
         if not self.mechanics.collects:
-            return 0.0, 0.0
-        made, (narrowest, widest) = ITEM_BYTES[self.workload.param_dtype], self._held
-        added = self.compute.gradients(unit.num_trainable * (made + 2 * widest), added=True)
-        least, most = (self.compute.gradients(unit.num_trainable * (made + held)) for held in (narrowest, widest))
-        return least, max(most, added)
+            return 0.0
+        made = ITEM_BYTES[self.workload.param_dtype]
+        return self.compute.gradients(unit.num_trainable * (made + self._narrowest))
 
     @cached_property
-    def _held(self) -> tuple[int, int]:
-        """Bytes of an element of a gradient where it is copied to, at least and at most; what is quantised may wait in
-        fp32."""
+    def _narrowest(self) -> int:
+        """Least bytes of an element of a gradient where it is copied to: that depends on the slot's dtype."""
         wires = [wire for wire in self._grad_wires if coded(wire) is None]
-        sizes = [ITEM_BYTES[dtype] for dtype in (self.workload.wire_dtype, self.workload.grad_dtype, *wires)]
-        return min(sizes), max(sizes if len(wires) == len(self._grad_wires) else [*sizes, ITEM_BYTES["fp32"]])
+        return min(ITEM_BYTES[dtype] for dtype in (self.workload.wire_dtype, self.workload.grad_dtype, *wires))
 
     def _stepped(self, block: Block) -> Floats:
         """Elements that a rank steps on. Of those that owners divide, one has at least the mean."""
@@ -243,8 +209,8 @@ class Bounds:
 
     def time(self, block: Block) -> TimeBound:
         """Bounds of the layouts of `block`, without their compute."""
-        lanes = np.zeros((Row.BUSY_MICRO, len(block)))
-        busy = np.zeros((len(block.sizes), 4, len(block)))
+        lanes = np.zeros((LANE_ROWS, len(block)))
+        busy = np.zeros((len(block.sizes), 2, len(block)))
         lost = np.zeros((2, len(block)))
         moved = np.zeros((2, len(block)))
         adding = np.zeros(len(block))
@@ -254,12 +220,11 @@ class Bounds:
             of_part = np.zeros_like(lanes)
             for level, found, rows in self._by_level(own, bool(experts)):
                 found = found.take(rows, axis=1)
-                met(of_part[OVERLAPPING], found[OVERLAPPING], out=of_part[OVERLAPPING])
-                of_part[SUMMED] += found[SUMMED]
+                met(of_part, found[:LANE_ROWS], out=of_part)
                 busy[level] += found[Row.BUSY_MICRO : Row.MEMORY_MICRO]
                 moved += found[Row.MEMORY_MICRO : Row.ADDING]
-                lost += self._taken[level] * (found[MICRO_AND_STEP] + found[MICRO_AND_STEP + 2])
                 adding = np.maximum(adding, found[Row.ADDING])
+                lost += self._taken[level] * (found[MICRO_AND_STEP] + found[MICRO_AND_STEP + 2])
             added = self._added(own, bool(experts))
             lanes += of_part + added
             if self.cluster.device.cores is None:  # else the network shares them out
@@ -267,7 +232,6 @@ class Bounds:
         # Beyond what a device has, less goes missing than is asked for.
         most, moving = max(self._taken), self._most_moved
         real = np.minimum(1.0, MOST_TAKEN / np.maximum(len(LANES) * most + moving + adding, 1e-9))
-        edge = 2 * most * real
         streamed = (1 + MOMENTS) * ITEM_BYTES[self.workload.master_dtype] / self.constants.host_copy_bytes_per_s
         on_host_s = min(streamed, self.compute.host_step(1.0, self.cluster.machine_devices)) * self.host.shards_states
         return TimeBound(
@@ -276,23 +240,18 @@ class Bounds:
             lost=lost * real,
             moved=moved * real,
             moving=moving,
-            edge=edge,
-            late=edge + adding * real,
+            edge=2 * most * real,
             copied=self.memory.copied_bytes(block) / self.constants.host_copy_bytes_per_s,
             stepped=self._stepped(block) * on_host_s,
         )
 
     def _added(self, block: Block, experts: bool) -> Floats:
         """Seconds that kernels take to add what was reduced to the accumulated gradient, in the lane of reductions."""
-        rows = np.zeros((Row.BUSY_MICRO, 1))
+        rows = np.zeros((LANE_ROWS, 1))
         if self._adds:
             for unit in self.model.units:
                 seconds = self._adding_s(self.elements.by_unit[experts][id(unit)][0])
                 rows[Row.REDUCE_MICRO] += unit.count * seconds
-                if unit.kind is UnitKind.BLOCK:
-                    rows[Row.BLOCK_REDUCE] = np.maximum(rows[Row.BLOCK_REDUCE], seconds)
-                else:
-                    rows[Row.OTHER_REDUCE] += unit.count * seconds
                 if unit.kind is UnitKind.ROOT:
                     rows[Row.REDUCE_ROOT] += seconds
                 elif unit is self._entered:
@@ -363,8 +322,8 @@ class Bounds:
             found = np.zeros((len(Row), len(first)))
             for stage, places in of_stages:
                 part = self._columns(level, stage, experts, places[first])
-                met(found[OVERLAPPING], part[OVERLAPPING], out=found[OVERLAPPING])
-                found[SUMMED.start : Row.ADDING] += part[SUMMED.start : Row.ADDING]
+                met(found[:LANE_ROWS], part[:LANE_ROWS], out=found[:LANE_ROWS])
+                found[LANE_ROWS : Row.ADDING] += part[LANE_ROWS : Row.ADDING]
                 found[Row.ADDING] = np.maximum(found[Row.ADDING], part[Row.ADDING])
             yield level, found, columns
 
@@ -412,51 +371,34 @@ class Bounds:
     def _part(self, axis: Axis, pieces: int, experts: bool) -> list[float]:
         """One column of a table."""
         row = [0.0] * len(Row)
-        entered, second, trainable = self._entered, self._second, self.elements.total[experts][1]
+        entered, trainable = self._entered, self.elements.total[experts][1]
         for unit, gathers in self._gathers_by_unit(axis.stage):
             numels = self.elements.by_unit[experts][id(unit)]
             is_root = any(unit is root for root in self._roots)
             shared = self.joins or (self._with_root and (unit is entered or is_root))
             for operation, per_micro in operations(axis.stage):
                 gather = operation == "all_gather"
-                alone, busy, memory = self._cost(axis, operation, numels, pieces, frozen=gather and per_micro)
-                seconds, together = alone, (numels[0], alone)
+                seconds, busy, memory = self._cost(axis, operation, numels, pieces, frozen=gather and per_micro)
+                together = numels[0], seconds
                 if shared and not axis.stage.shards_params and trainable:
                     # With whatever the unit is joined, its share is no less than that of a transfer of all.
-                    whole, *rest = self._transfer(axis, operation, trainable, pieces)
-                    seconds, busy, memory = (numels[0] / trainable * each for each in (whole, *rest))
-                    together = trainable, whole
+                    whole = self._transfer(axis, operation, trainable, pieces)
+                    seconds, busy, memory = (numels[0] / trainable * each for each in whole)
+                    together = trainable, whole[0]
                 times = gathers if gather and per_micro else unit.count
                 row[(Row.GATHER_MICRO if gather else Row.REDUCE_MICRO) + (not per_micro)] += times * seconds
+                row[Row.FORWARD] += unit.count * seconds if gather and per_micro else 0.0
                 row[Row.BUSY_MICRO + (not per_micro)] += times * busy
                 row[Row.MEMORY_MICRO + (not per_micro)] += times * memory
-                row[Row.BUSY_FIRST] += unit.count * busy if gather else 0.0
-                row[Row.BUSY_LAST] += (times - unit.count if gather else unit.count) * busy
-                self._note_meeting(row, axis.stage, unit, operation, alone, gathers - unit.count)
-                if self._adds and operation == "reduce_scatter" and per_micro and alone:
+                if self._adds and operation == "reduce_scatter" and per_micro and seconds:
                     adding_s = self._adding_s(together[0] / (axis.size * pieces))
                     row[Row.ADDING] = max(row[Row.ADDING], adding_s / (together[1] + adding_s))
-                if unit is second and per_micro:
-                    row[Row.UNSHARD_SECOND if gather else Row.REDUCE_SECOND] += alone
                 edge = Row.UNSHARD_ROOT if gather else Row.REDUCE_ROOT
                 if is_root:
                     row[edge + (not per_micro)] += seconds
                 elif unit is entered:
                     row[edge + 2 + (not per_micro)] += seconds
         return row
-
-    def _note_meeting(
-        self, row: list[float], stage: Stage, unit: UnitSpec, operation: Operation, seconds: float, again: int
-    ) -> None:
-        """Where the two lanes may meet; of blocks of several kinds, the largest."""
-        if operation == "all_gather" and stage.shards_params:
-            row[Row.GATHER_BACK] += again * seconds
-            row[Row.AHEAD] += (min(PREFETCH + 1, unit.count) if unit.kind is UnitKind.BLOCK else unit.count) * seconds
-            row[Row.BLOCK_GATHER] = max(row[Row.BLOCK_GATHER], seconds if again else 0.0)
-        elif operation != "all_gather" and stage.shards_grads and unit.kind is UnitKind.BLOCK:
-            row[Row.BLOCK_REDUCE] = max(row[Row.BLOCK_REDUCE], seconds)
-        elif operation != "all_gather" and stage.shards_grads:
-            row[Row.OTHER_REDUCE] += unit.count * seconds
 
     def _gathers_by_unit(self, stage: Stage) -> Iterator[tuple[UnitSpec, int]]:
         """How often a micro-batch gathers each unit over an axis of `stage`.
@@ -480,12 +422,6 @@ class Bounds:
         inner = (unit for unit in self.model.units if unit.kind is not UnitKind.ROOT)
         first = next(inner, None)
         return first if first is not None and first.count == 1 else None
-
-    @cached_property
-    def _second(self) -> UnitSpec | None:
-        """The one that runs after it, or first."""
-        inner = [unit for unit in self.model.units if unit.kind is not UnitKind.ROOT and unit is not self._entered]
-        return inner[0] if inner else None
 
     @property
     def _roots(self) -> list[UnitSpec]:
@@ -534,10 +470,6 @@ _ENDLESS = 2**60
 
 def _endless(axis: Axis, operation: Operation) -> Transfer:
     return Transfer(operation=operation, axis=axis, numel=_ENDLESS, wire="fp32")
-
-
-def _reduces_as_block(unit: UnitSpec) -> bool:
-    return unit.kind is UnitKind.BLOCK and unit.returned
 
 
 _TIERS = [tuple(stage for stage in STAGES if stage.significance == tier) for tier in range(3)]
