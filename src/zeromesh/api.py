@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zeromesh.errors import InputError, MeshError
-from zeromesh.planner import Choice, Planned, Workload, simulate_strategy
+from zeromesh.planner import Choice, Planned, Workload, simulate_choices
 from zeromesh.planner import plan as search_plan
 from zeromesh.strategy import Plan, Strategy
 
@@ -70,7 +70,7 @@ def simulate(
     """
     spec, hardware = _load(model, cluster, workload, world, trainable)
     parsed = Strategy.parse(strategy, [name for name, _ in hardware.axes])
-    return simulate_strategy(spec, hardware, workload, parsed, engine=engine, trace=True)
+    return simulate_choices(spec, hardware, workload, parsed, engine=engine, trace=True)[0]
 
 
 def with_dtypes(workload: Workload, model: nn.Module, options: Mapping[str, Any]) -> Workload:

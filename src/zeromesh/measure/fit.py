@@ -46,13 +46,11 @@ class Fit:
         line: through the medians of all rounds.
         spread: of the longest messages' timings: half the distance between the quartiles, over the median.
         disagreement: between the rates of the first and the second half of the rounds, over that of all.
-        residual: largest distance of a median from the line, over the line.
     """
 
     line: Line
     spread: float
     disagreement: float
-    residual: float
 
     @property
     def trusted(self) -> bool:
@@ -99,7 +97,6 @@ def fit(timings: Mapping[int, Sequence[float]]) -> Fit:
         line=line,
         spread=_spread(timings[max(timings)]),
         disagreement=abs(rates[0] - rates[1]) / line.bytes_per_s,
-        residual=max(abs(statistics.median(times) / line.seconds(size) - 1) for size, times in timings.items()),
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face `config.json` without transformers: Llama-like, GPT-2, MPT and Mixtral-like models. Of others
+"""Reads a Hugging Face `config.json` without transformers: Llama-like and Mixtral-like models. Of others
 `zeromesh.model.from_transformers` builds the module itself.
 
 A key that a file leaves out has the default of the transformers class of that `model_type`, which `_DEFAULTS` repeats,
@@ -7,7 +7,7 @@ and a key may have the other name that the class knows it by (`_ALIASES`); a tes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,9 @@ def shape_from_config(config: Config, *, name: str, where: str = "config") -> Tr
         )
     keys = _checked(config, model_type, where)
     fields = {field: keys[key] for field, key in _FIELDS[model_type].items() if keys[key] is not None}
-    more = _MORE[model_type](keys) if model_type in _MORE else {}
     bits = _code_bits(config, where)
-    return TransformerShape(name=name, source=where, code_bits=bits, **({"family": "llama"} | more | fields))
+    biased = model_type == "qwen2" or fields.pop("qkv_bias", False)
+    return TransformerShape(name=name, family="llama", source=where, code_bits=bits, qkv_bias=biased, **fields)
 
 
 def _code_bits(config: Config, where: str) -> int:
@@ -111,10 +111,6 @@ def _checked(config: Config, model_type: str, where: str) -> dict[str, Any]:
         match default:
             case bool():
                 good, wanted = isinstance(value, bool), "true or false"
-            case str():
-                good, wanted = True, ""
-            case float():
-                good, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
             case _:
                 whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
                 good = whole or (value is None and (default is None or key in _NULLABLE))
@@ -140,47 +136,9 @@ _FIELDS: dict[str, dict[str, str]] = {
     "mistral": _WINDOWED,
     "qwen2": _DECODER,
     "mixtral": _WINDOWED | {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
-    "gpt2": {
-        "hidden": "n_embd",
-        "layers": "n_layer",
-        "heads": "n_head",
-        "ffn": "n_inner",
-        "vocab": "vocab_size",
-        "max_positions": "n_positions",
-        "tied": "tie_word_embeddings",
-    },
-    "mpt": {
-        "hidden": "d_model",
-        "layers": "n_layers",
-        "heads": "n_heads",
-        "vocab": "vocab_size",
-        "tied": "tie_word_embeddings",
-    },
 }
 """Fields of `TransformerShape` by type, and the keys that say them."""
 
-
-def _ungated(family: str, bias: bool) -> dict[str, Any]:
-    biases = dict.fromkeys(("norm_bias", "qkv_bias", "output_bias", "mlp_bias"), bias)
-    return {"family": family, "gated": False, "rms_norm": False} | biases
-
-
-_MORE: dict[str, Callable[[Config], dict[str, Any]]] = {
-    "qwen2": lambda keys: {"qkv_bias": True},
-    "gpt2": lambda keys: {
-        **_ungated("gpt2", True),
-        "ffn": 4 * keys["n_embd"],
-        # the tanh approximation is written out, operation by operation; every other activation is one kernel
-        "activation_saves": 4.0 if keys["activation_function"] == "gelu_new" else 1.0,
-        "dropouts_per_block": 2 if keys["resid_pdrop"] > 0 else 0,
-    },
-    "mpt": lambda keys: {
-        **_ungated("mpt", not keys["no_bias"]),
-        "ffn": keys["expansion_ratio"] * keys["d_model"],
-        "fused_attention": False,  # transformers' MPT writes the scores out
-    },
-}
-"""Fields that no single key gives; where one does, that counts more."""
 
 _NULLABLE = ("num_key_value_heads", "sliding_window")
 """Keys that may be null, beside those that are by default."""
@@ -203,37 +161,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": _MISTRAL,
     "qwen2": _LLAMA | {"intermediate_size": 22016, "num_key_value_heads": 32, "vocab_size": 151936},
     "mixtral": _MISTRAL | {"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "gpt2": {
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_inner": None,
-        "n_positions": 1024,
-        "vocab_size": 50257,
-        "tie_word_embeddings": True,
-        "resid_pdrop": 0.1,
-        "activation_function": "gelu_new",
-    },
-    "mpt": {
-        "d_model": 2048,
-        "n_heads": 16,
-        "n_layers": 24,
-        "vocab_size": 50368,
-        "expansion_ratio": 4,
-        "no_bias": True,
-        "tie_word_embeddings": True,
-    },
 }
-_ALIASES: dict[str, dict[str, str]] = {
-    "mixtral": {"num_experts": "num_local_experts"},
-    "gpt2": {
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    },
-    "mpt": {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
-}
+_ALIASES = {"mixtral": {"num_experts": "num_local_experts"}}
 
 
 def _name(config: Config, path: Path) -> str:

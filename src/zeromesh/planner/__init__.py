@@ -2,7 +2,7 @@
 
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate
 from zeromesh.planner.explain import Reason
-from zeromesh.planner.fixed import simulate_choices, simulate_strategy
+from zeromesh.planner.fixed import simulate_choices
 from zeromesh.planner.like import Calibration, calibrate, read_run
 from zeromesh.planner.plan import Planned, as_plan, plan
 from zeromesh.planner.search import NothingFitsError, Options, collective_choices, search
@@ -26,6 +26,5 @@ __all__ = [
     "read_run",
     "search",
     "simulate_choices",
-    "simulate_strategy",
     "what_if",
 ]

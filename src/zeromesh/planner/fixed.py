@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from zeromesh.cluster import Cluster
-from zeromesh.cost import Constants, default_constants
+from zeromesh.cost import default_constants
 from zeromesh.model import ModelSpec
 from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
@@ -16,35 +16,6 @@ from zeromesh.simulator import DEFAULT_MARGIN, Mechanics
 from zeromesh.strategy import Layout, Stage, Strategy
 
 
-def simulate_strategy(
-    model: ModelSpec,
-    cluster: Cluster,
-    workload: Workload,
-    strategy: Strategy,
-    *,
-    engine: str | Mechanics = "zeromesh",
-    constants: Constants | None = None,
-    memory_margin: float = DEFAULT_MARGIN,
-    trace: bool = False,
-) -> Choice:
-    """Simulates a strategy; what the workload leaves open is chosen: the fastest that fits, else the smallest.
-
-    Raises:
-        MeshError: the strategy does not fit the cluster's levels.
-        InputError: the batch does not divide, or a degree does not.
-    """
-    return simulate_choices(
-        model,
-        cluster,
-        workload,
-        strategy,
-        engine=engine,
-        constants=constants,
-        memory_margin=memory_margin,
-        trace=trace,
-    )[0]
-
-
 def simulate_choices(
     model: ModelSpec,
     cluster: Cluster,
@@ -52,17 +23,21 @@ def simulate_choices(
     strategy: Strategy,
     *,
     engine: str | Mechanics = "zeromesh",
-    constants: Constants | None = None,
     memory_margin: float = DEFAULT_MARGIN,
     top: int = 1,
     trace: bool = False,
 ) -> tuple[Choice, ...]:
-    """`simulate_strategy` and what comes next: the `top` fastest choices that fit, fastest first, else the smallest.
+    """Simulates a strategy with what the workload leaves open: the `top` fastest choices that fit, fastest first, else
+    the smallest.
 
     Args:
         trace: of the first.
+
+    Raises:
+        MeshError: the strategy does not fit the cluster's levels.
+        InputError: the batch does not divide, or a degree does not.
     """
-    evaluator = Evaluator(model, cluster, workload, engine, constants or default_constants(), memory_margin)
+    evaluator = Evaluator(model, cluster, workload, engine, default_constants(), memory_margin)
     best, *others = fastest(evaluator, strategy, workload.parallel, top)
     return (
         Choice(candidate=best, simulation=evaluator.simulation(best, record=trace)),

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zeromesh.cluster import Cluster
-from zeromesh.cost import Constants
 from zeromesh.errors import InputError, short_repr
 from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.parallel import Parallel
@@ -128,7 +127,6 @@ def plan(
     *,
     options: Options | None = None,
     engine: str | Mechanics = "zeromesh",
-    constants: Constants | None = None,
     top: int = 5,
     trace: bool = False,
     within: float = WITHIN,
@@ -143,7 +141,6 @@ def plan(
         workload: micro-batch and recomputation are searched where they are open.
         options: how to search.
         engine: whose mechanics.
-        constants: of the cost model; None for the shipped ones.
         top: candidates to simulate whole and list.
         trace: also give the best one's timeline.
         within: share of the fastest step that a simpler layout may take longer; 0 recommends the fastest.
@@ -175,7 +172,6 @@ def plan(
         workload,
         options=options,
         engine=engine,
-        constants=constants,
         refuses=refusal if emit else None,
     )
     parallel = found.best.candidate.parallel

@@ -18,7 +18,7 @@ import numpy as np
 
 from zeromesh.cluster import Cluster
 from zeromesh.cluster.cluster import HOST_SHARE
-from zeromesh.cost import Constants, default_constants
+from zeromesh.cost import default_constants
 from zeromesh.errors import InputError, short_repr
 from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.parallel import Parallel
@@ -58,7 +58,6 @@ class Options:
             cluster's backend.
         max_simulations: candidates simulated at most for each kind of collective and stage of the host; None: as many
             as it takes to prove the optimum.
-        tolerance: stop once the gap is at most this.
         host: `any` also tries every stage of the host's memory, `auto` where nothing fits without.
         memory_margin: share of the device's memory to leave free.
         front: points of the memory-time front to simulate.
@@ -68,7 +67,6 @@ class Options:
     wires: Wires = "lossless"
     collective: str = "auto"
     max_simulations: int | None = 16
-    tolerance: float = 0.0
     host: Hosts = "auto"
     memory_margin: float = DEFAULT_MARGIN
     front: int = 8
@@ -203,7 +201,6 @@ def search(
     *,
     options: Options | None = None,
     engine: str | Mechanics = "zeromesh",
-    constants: Constants | None = None,
     space: Space | None = None,
     refuses: Refuses | None = None,
 ) -> tuple[Found, Evaluator]:
@@ -223,7 +220,7 @@ def search(
         InputError: the batch does not divide, or `refuses` leaves no layout.
     """
     options = options or Options()
-    constants = (constants or default_constants()).on(cluster)
+    constants = default_constants().on(cluster)
     mechanics = find_engine(engine)
     if options.max_simulations is None and not bounded(mechanics):
         raise InputError(
@@ -241,7 +238,7 @@ def search(
     bound_s = best_s = np.inf
     rows: dict[Parallel, tuple[Rows, ...]] = {}
     for parallel, least_s in screened(evaluator, hosted=len(hosts) > 1):
-        if least_s >= best_s * (1 - options.tolerance):  # and so are all that follow
+        if least_s >= best_s:  # and so are all that follow
             bound_s = min(bound_s, least_s)
             break
         pool.rows.clear()
@@ -273,7 +270,6 @@ def search(
                 workload,
                 options=replace(asked, host="any"),
                 engine=engine,
-                constants=constants,
                 space=space,
                 refuses=refuses,
             )
@@ -424,7 +420,7 @@ def _simulate_in_order(pool: _Pool, evaluator: Evaluator, options: Options, best
     for group in pool.by_bound():
         left_s = min(candidate.bound_s for candidate in group)
         for candidate in group:
-            if left_s >= best_s * (1 - options.tolerance):
+            if left_s >= best_s:
                 return best_s, left_s
             key = candidate.parallel, candidate.strategy, candidate.micro_batch, candidate.recomputation
             if candidate.bound_s >= best_s or key in seen:  # stage 0 has no use for a wire of parameters

@@ -17,7 +17,7 @@ import pytest
 from tests.pure.planner.setups import small_cluster, small_model
 from zeromesh.cluster import find_cluster
 from zeromesh.model import Recomputation, preset
-from zeromesh.planner import Planned, Workload, plan, simulate_choices, simulate_strategy
+from zeromesh.planner import Planned, Workload, plan, simulate_choices
 from zeromesh.report import plan_page, simulation_page
 from zeromesh.report.build import search_note, traffic_table
 from zeromesh.report.page import (
@@ -242,7 +242,7 @@ def test_captions_gaps_and_traffic(planned: Planned) -> None:
     cluster = find_cluster("a800-8x-hdr").take(16)
     workload = Workload(seq_len=4096, global_batch_tokens=4096 * 16, micro_batch=1, recomputation=Recomputation.FULL)
     strategy = Strategy.parse("node=3,cluster=3")
-    choice = simulate_strategy(preset("llama-7b"), cluster, workload, strategy, engine="fsdp")
+    (choice,) = simulate_choices(preset("llama-7b"), cluster, workload, strategy, engine="fsdp")
     *axes, joint = traffic_table(choice).rows
     assert [row[0] for row in axes] == ["node", "cluster"]
     assert joint[0] == "node+cluster" and joint[-1] != "0 s"
