@@ -46,8 +46,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zeromesh as zm
 from zeromesh.measure.llama import Llama, loss_of
 from zeromesh.measure.setting import read_setting
-from zeromesh.measure.shapes import SHAPES, LlamaShape
+from zeromesh.measure.shapes import SHAPES, llama_shape
 from zeromesh.model import Recomputation
+from zeromesh.model.shape import TransformerShape
 from zeromesh.planner import Workload
 
 Step = Callable[[bool], None]
@@ -56,8 +57,8 @@ Step = Callable[[bool], None]
 SHORT_TOKENS = 8
 
 MODELS = SHAPES | {
-    "370M": LlamaShape(hidden=1024, intermediate=2752, layers=24, heads=16, vocab=32000),
-    "1.3B": LlamaShape(hidden=2048, intermediate=5504, layers=24, heads=16, vocab=32000),
+    "370M": llama_shape(1024, 2752, layers=24, heads=16, vocab=32000),
+    "1.3B": llama_shape(2048, 5504, layers=24, heads=16, vocab=32000),
 }
 SETTINGS = ("fp32", "bf16+masters", "bf16")
 PEERS = ("plain", "FSDP2", "FSDP2+host")
@@ -72,7 +73,7 @@ OURS: dict[str, dict[str, Any]] = {
 class WithLoss(nn.Module):
     """Token ids to their loss, whose tensors in fp32 are part of the peak."""
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self.model = Llama(shape)
 

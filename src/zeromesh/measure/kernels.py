@@ -99,7 +99,7 @@ def _seconds(call: Callable[[], object], ranks: Ranks) -> float:
 def _product(ranks: Ranks, work: Work, dtype: str, far: _Far, rows_per_token: float, inner: int, outer: int) -> Kernel:
     rows = max(1, round(rows_per_token * work.sequences * work.tokens))
     x, gradient = (_random(ranks, dtype, (rows, size)) for size in (inner, outer))
-    made = deque[Tensor](maxlen=max(1, work.llama.block_params // (inner * outer)))
+    made = deque[Tensor](maxlen=max(1, work.block_params // (inner * outer)))
 
     def backward() -> None:
         made.append(gradient.t() @ far.take(rows, inner))  # in memory of its own, until its unit's are collected
@@ -159,14 +159,14 @@ def _elementwise(ranks: Ranks, work: Work, dtype: str, others: tuple[Kernel, ...
     forward_s, step_s = _seconds(lambda: model(x), ranks) / count, _seconds(step, ranks) / count
     backward_s = max(step_s - forward_s, LEAST_REST * step_s)
     # The same block as the cost model has it, on a device whose elementwise kernels take no time.
-    spec = next(unit for unit in build(work.llama.transformer, dtype=dtype).units if unit.attention is not None)
+    spec = next(unit for unit in build(work.llama, dtype=dtype).units if unit.attention is not None)
     tokens = work.sequences * work.tokens
     moved = spec.activations.elementwise.at(work.tokens) * tokens
     known = _without_rest(dtype, others).unit(
         spec, tokens=tokens, seq_len=work.tokens, recomputation=Recomputation.NONE
     )
     copied = next(kernel for kernel in others if kernel.kind == "gradients").forward
-    backward_rest_s = backward_s - known.backward - _gradient_bytes(work.llama.block_params, dtype) / copied
+    backward_rest_s = backward_s - known.backward - _gradient_bytes(work.block_params, dtype) / copied
     return Kernel(
         kind="elementwise",
         dtype=dtype,
@@ -177,7 +177,7 @@ def _elementwise(ranks: Ranks, work: Work, dtype: str, others: tuple[Kernel, ...
 
 def _blocks(ranks: Ranks, work: Work, dtype: str) -> int:
     """As many as fill that memory, in a time that can be waited for."""
-    filling = STATE_BYTES * work.elements // _gradient_bytes(work.llama.block_params, dtype)
+    filling = STATE_BYTES * work.elements // _gradient_bytes(work.block_params, dtype)
     bearable = MOST_HOST_FLOPS / work.block_flops if ranks.on_cpu else MOST_BLOCKS
     return max(1, min(MOST_BLOCKS, filling, int(bearable)))
 
@@ -194,7 +194,7 @@ def _gradients(ranks: Ranks, work: Work, dtype: str) -> Kernel:
     left, far = [_random(ranks, dtype, shape) for shape in shapes], _Far(ranks, work, "fp32")
     copied = _seconds(lambda: torch._foreach_copy_([far.take(*shape) for shape in shapes], left), ranks)
     added = _seconds(lambda: torch._foreach_add_([far.take(*shape) for shape in shapes], left), ranks)
-    numel = work.llama.block_params
+    numel = work.block_params
     return Kernel(
         kind="gradients",
         dtype=dtype,

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeromesh.measure.shapes import SHAPES, LlamaShape
+from zeromesh.measure.shapes import SHAPES
+from zeromesh.model.shape import TransformerShape
 
 
 def make_llama(size: str) -> Llama:
@@ -19,7 +20,7 @@ def make_llama(size: str) -> Llama:
 class Blocks(nn.Module):
     """Blocks alone: activations [batch, sequence, hidden] to the same."""
 
-    def __init__(self, shape: LlamaShape, count: int) -> None:
+    def __init__(self, shape: TransformerShape, count: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(_Block(shape) for _ in range(count))
 
@@ -32,7 +33,7 @@ class Blocks(nn.Module):
 class Llama(nn.Module):
     """Token ids [batch, sequence] to logits [batch, sequence, vocabulary]."""
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
@@ -57,15 +58,15 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 class _Block(nn.Module):
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         width = shape.hidden
         self.heads = shape.heads
         self.input_norm = nn.RMSNorm(width, eps=1e-6)
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.output_norm = nn.RMSNorm(width, eps=1e-6)
-        self.gate, self.up = (nn.Linear(width, shape.intermediate, bias=False) for _ in range(2))
-        self.down = nn.Linear(shape.intermediate, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, shape.ffn, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.ffn, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self._attend(self.input_norm(x))

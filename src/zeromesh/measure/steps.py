@@ -55,7 +55,7 @@ class Batch:
     @property
     def spec(self) -> ModelSpec:
         """The model as the planner has it."""
-        return build(SHAPES[self.model].transformer, dtype=self.dtype)
+        return build(SHAPES[self.model], dtype=self.dtype)
 
     @property
     def work(self) -> Work:

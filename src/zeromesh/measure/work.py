@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from zeromesh.errors import InputError, one_of
-from zeromesh.measure.shapes import LlamaShape
+from zeromesh.measure.shapes import llama_shape
+from zeromesh.model.shape import TransformerShape
 from zeromesh.model.spec import ModelSpec, UnitKind
 
 DTYPES = ("fp32", "bf16")
@@ -72,27 +73,31 @@ class Work:
         )
 
     @property
-    def llama(self) -> LlamaShape:
+    def llama(self) -> TransformerShape:
         """One block of these sizes."""
-        return LlamaShape(
-            hidden=self.heads * self.head_dim, intermediate=self.ffn, layers=1, heads=self.heads, vocab=self.head_dim
-        )
+        return llama_shape(self.heads * self.head_dim, self.ffn, layers=1, heads=self.heads, vocab=self.head_dim)
+
+    @property
+    def block_params(self) -> int:
+        """That block's: four square and three feed-forward weights and two norms."""
+        hidden, ffn = self.llama.hidden, self.llama.ffn
+        return 4 * hidden**2 + 3 * hidden * ffn + 2 * hidden
 
     @property
     def all_products(self) -> tuple[tuple[float, int, int], ...]:
         """The model's, and that block's."""
-        hidden, ffn = self.llama.hidden, self.llama.intermediate
+        hidden, ffn = self.llama.hidden, self.llama.ffn
         own = {(1.0, hidden, hidden), (1.0, hidden, ffn), (1.0, ffn, hidden)}
         return tuple(sorted({*self.products, *own}))
 
     @property
     def block_flops(self) -> float:
         """FLOPs of that block's forward, without attention."""
-        return 2.0 * self.sequences * self.tokens * self.llama.block_params
+        return 2.0 * self.sequences * self.tokens * self.block_params
 
     def capped(self, most_flops: float) -> Self:
         """The same with fewer tokens, so that the forward of a block takes no more FLOPs than that."""
-        total = max(1, min(self.sequences * self.tokens, int(most_flops / (2 * self.llama.block_params))))
+        total = max(1, min(self.sequences * self.tokens, int(most_flops / (2 * self.block_params))))
         tokens = min(self.tokens, total)
         return type(self).from_json(self.to_json() | {"tokens": tokens, "sequences": max(1, total // tokens)})
 
