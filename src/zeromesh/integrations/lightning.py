@@ -19,6 +19,8 @@ from uuid import uuid4
 
 import torch
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.strategies import DDPStrategy as TrainerDDP
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -33,13 +35,10 @@ from zeromesh.errors import CheckpointError, InputError
 from zeromesh.integrations.methods import require_plain, require_sharding, shard_model, with_mixed_precision
 from zeromesh.integrations.optimizers import give_shards
 from zeromesh.integrations.saved import checkpoints_of
-from zeromesh.integrations.versions import names_of, require_attributes, require_known
+from zeromesh.integrations.versions import require_attributes, require_known
 from zeromesh.sharding import Sharding
 
 require_known("lightning")
-with names_of("lightning"):
-    from lightning.fabric.strategies.strategy import _BackwardSyncControl
-    from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 
 AVERAGES = frozenset({"WeightAveraging", "StochasticWeightAveraging"})
 """Lightning's callbacks that average weights, and their subclasses; some versions have one of them only."""

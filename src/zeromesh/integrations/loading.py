@@ -21,21 +21,20 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import core_model_loading as library
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.initialization import meta_device_safe_creation_ops
 
 from zeromesh.checkpoint.safetensors import Stored, read_headers
 from zeromesh.checkpoint.sources import Computed, Last, Tiled, joined, stacked
 from zeromesh.engine.lazy import make_lazy
 from zeromesh.errors import InputError, ModelError
-from zeromesh.integrations.versions import names_of, require_attributes, require_known
+from zeromesh.integrations.versions import require_attributes, require_known
 from zeromesh.modules import DTYPE_NAMES, DTYPES, Source
 from zeromesh.progress import progress
 from zeromesh.strategy.plan import dtype_name
 
 require_known("transformers")
-with names_of("transformers"):
-    from transformers import core_model_loading as library
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.initialization import meta_device_safe_creation_ops
 
 
 @progress("making the model")

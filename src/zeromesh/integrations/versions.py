@@ -1,14 +1,12 @@
 """Which versions of a library its integration accepts, and whether the private parts that it uses are still there.
 
 The extra in pyproject.toml gives the range. Its upper end is one minor version beyond the newest that was run, so the
-private names of a library are looked up when its integration is imported. All that differs ends in one error.
+private attributes of a library are looked up before they are set or called. All that differs ends in one error.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import requires, version
 
 from zeromesh.errors import InputError
@@ -30,15 +28,6 @@ def require_known(library: str) -> None:
                 f"zeromesh's integration of {library} was written for {library} {requirement.specifier}, and "
                 f"{installed} is installed, whose insides may differ: pip install 'zeromesh[{library}]'"
             )
-
-
-@contextmanager
-def names_of(library: str) -> Iterator[None]:
-    """Around imports of a library's private names: one that is missing becomes the error of `changed`."""
-    try:
-        yield
-    except ImportError as error:
-        raise changed(library, str(error)) from error
 
 
 def require_attributes(library: str, owner: object, *names: str) -> None:
