@@ -78,16 +78,15 @@ def run_ranks(
     *,
     timeout_s: float = float("inf"),
     grace_s: float = 5.0,
-    stop_on_failure: bool = True,
     on_line: OnLine | None = None,
     asks: bool = False,
 ) -> tuple[RankResult, ...]:
-    """Starts all of `launches`, waits until each has ended, and returns their results in the same order.
+    """Starts all of `launches`, waits until each has ended, the others with the first that fails, and returns their
+    results in the same order.
 
     Args:
         timeout_s: after which those that still run are ended.
         grace_s: between SIGTERM (of a run, the first failure) and SIGKILL.
-        stop_on_failure: end the others when one fails, as torchrun does.
         on_line: sees each line as it comes.
         asks: of a run, whose ranks print to this process's own output, and save and end on SIGTERM, which they get
             when a signal comes inside of `noticing`.
@@ -97,7 +96,7 @@ def run_ranks(
     """
     if shutil.which("setpriv") is None:
         raise ConfigError("processes are started with setpriv (package util-linux): install it, or start torchrun")
-    job = _Job(timeout_s, grace_s, stop_on_failure, on_line, asks=asks)
+    job = _Job(timeout_s, grace_s, on_line, asks=asks)
     try:
         for launch in launches:
             job.start(launch)
@@ -166,13 +165,11 @@ class _Job:
     """The ranks of one run: running; stopping, once one of them has to be ended; killed, after the grace period.
     Threads read the pipes and watch the processes; what they see is handled in the caller's thread."""
 
-    def __init__(
-        self, timeout_s: float, grace_s: float, stop_on_failure: bool, on_line: OnLine | None, *, asks: bool
-    ) -> None:
+    def __init__(self, timeout_s: float, grace_s: float, on_line: OnLine | None, *, asks: bool) -> None:
         self.ranks: list[_Rank] = []
         self.running: list[_Rank] = []
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._grace_s, self._stop_on_failure, self._on_line, self._asks = grace_s, stop_on_failure, on_line, asks
+        self._grace_s, self._on_line, self._asks = grace_s, on_line, asks
         self._start_s, self._timeout_s = time.monotonic(), timeout_s
         self._deadline_s = self._start_s + timeout_s
         self._stopping = ""  # why, once ranks have to be ended
@@ -246,7 +243,7 @@ class _Job:
         self.running.remove(rank)
         code = rank.process.wait()
         failed = code not in ((0, EXIT_PREEMPTED) if self._asks else (0,))
-        if failed and self._stop_on_failure and self.running and not self._stopping:
+        if failed and self.running and not self._stopping:
             self._stop(f"rank {rank.launch.rank} failed", killed=code == -signal.SIGKILL)
 
     def _stop(self, reason: str, *, killed: bool = False) -> None:
