@@ -20,7 +20,7 @@ import torch
 from zeromesh.checkpoint.manifest import Chunk, Manifest, TensorEntry
 from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.read import Reader
-from zeromesh.checkpoint.storage import LocalStorage, open_regular
+from zeromesh.checkpoint.storage import LocalStorage, open_regular, read_at
 from zeromesh.errors import CheckpointError
 from zeromesh.files import parse_json, read_text
 from zeromesh.pieces.piece import DTYPE_NAMES, Piece
@@ -196,17 +196,18 @@ class Stored:
         """
         note(self.path.name)
         direct = target.dtype == self.dtype and target.device.type == "cpu"
-        scratch = None if direct else torch.empty(min(_CHUNK, target.numel()), dtype=self.dtype, device="cpu")
+        scratch = torch.empty(0 if direct else min(_CHUNK, target.numel()), dtype=self.dtype, device="cpu")
+        place = self.offset + start * self.dtype.itemsize
         try:
-            with open(self.path, "rb", buffering=0) as stream:
-                stream.seek(self.offset + start * self.dtype.itemsize)
-                if scratch is None:
-                    _read_all(stream, target, self.path)
-                    return
+            with open(self.path, "rb") as stream:
                 for part in torch.split(target, _CHUNK):
-                    read = scratch[: part.numel()]
-                    _read_all(stream, read, self.path)
-                    part.copy_(read)
+                    read = part if direct else scratch[: part.numel()]
+                    view = memoryview(read.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs
+                    if read_at(stream, place, view) < len(view):
+                        raise CheckpointError(f"{self.path} is shorter than its header says")
+                    place += len(view)
+                    if not direct:
+                        part.copy_(read)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from error
 
@@ -297,12 +298,3 @@ def _stored(path: Path, name: str, row: Mapping[str, Any], base: int, size: int)
             f"{path} is damaged: {name} of shape {shape} needs bytes {base + begin} to {base + end} of {size}"
         )
     return Stored(path=path, shape=shape, dtype=dtype, offset=base + begin)
-
-
-def _read_all(stream: Any, part: torch.Tensor, path: Path) -> None:
-    view = memoryview(part.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs
-    while view:
-        count = stream.readinto(view)
-        if not count:
-            raise CheckpointError(f"{path} is shorter than its header says")
-        view = view[count:]
