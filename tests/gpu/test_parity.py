@@ -12,18 +12,14 @@ from functools import partial
 from unittest import mock
 
 import pytest
-import torch
 
-import zeromesh as zm
 from tests.dist.engine.delays import delays, without_order_of_lanes, without_wait
-from tests.dist.engine.reference import Case, Unequal, backward, check, sharded
 from tests.dist.engine.test_delays import STRATEGIES
-from tests.dist.parity import mesh_of
+from tests.dist.parity import Case, Unequal, check_case, require_same, trained
 from tests.dist.pool import Pool, on_ranks
 from tests.gpu.conftest import NATIVE, TIMEOUT_S
 from tests.pure.strategy.mixes import mixes, notation
 from zeromesh.comm import lane
-from zeromesh.engine.api import engine_of
 
 CASE = Case(steps=2, micro_batches=2, optimizer="both", device="cuda")
 MIXES = [notation(mix) for mix in (*mixes(2), *(mix for mix in mixes(2, kept=True) if any("k" in s for s in mix)))]
@@ -34,14 +30,14 @@ CALL_S = TIMEOUT_S - 20.0
 @on_ranks(4, timeout_s=CALL_S, backend=NATIVE)
 def test_every_mix_on_two_axes(strategy):
     with delays(1, device="cuda"):
-        check(strategy, CASE, 2, 2)
+        check_case(strategy, CASE, 2, 2)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(4, timeout_s=CALL_S)
 def test_over_copies_on_the_host(strategy):
     with delays(1, device="cuda"):
-        check(strategy, CASE, 2, 2)
+        check_case(strategy, CASE, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +50,8 @@ def test_over_copies_on_the_host(strategy):
 @on_ranks(4, timeout_s=CALL_S, backend=NATIVE)
 def test_shards_in_the_host_s_memory(strategy):
     with delays(2, device="cuda"):
-        check(strategy, replace(CASE, evaluate=True), 2, 2)
-        check(strategy, replace(CASE, precision="bf16", optimizer="adamw", clip=0.5), 2, 2)
+        check_case(strategy, replace(CASE, evaluate=True), 2, 2)
+        check_case(strategy, replace(CASE, precision="bf16", optimizer="adamw", clip=0.5), 2, 2)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -63,7 +59,7 @@ def test_shards_in_the_host_s_memory(strategy):
 @on_ranks(4, timeout_s=CALL_S, backend=NATIVE)
 def test_late_or_early_the_numbers_are_those_of_plain_training(strategy, seed):
     with delays(seed, device="cuda") as drawn:
-        check(strategy, replace(CASE, evaluate=True, weighted=True), 2, 2)
+        check_case(strategy, replace(CASE, evaluate=True, weighted=True), 2, 2)
     assert drawn.count > 100, drawn
 
 
@@ -73,7 +69,7 @@ def test_late_or_early_the_numbers_are_those_of_plain_training(strategy, seed):
 def test_precisions(strategy, precision):
     optimizer, clip = ("sgd", None) if precision == "fp32" else ("adamw", 0.5)
     with delays(3, device="cuda"):
-        check(strategy, replace(CASE, precision=precision, optimizer=optimizer, clip=clip), 2, 2)
+        check_case(strategy, replace(CASE, precision=precision, optimizer=optimizer, clip=clip), 2, 2)
 
 
 @on_ranks(4, timeout_s=CALL_S, backend=NATIVE)
@@ -82,21 +78,9 @@ def test_quantised_wires_give_the_same_bits_late_or_early():
     case = replace(CASE, precision="fp32")
     wires = "node=3@int8/int4,cluster=0@/int8", "node=3@int8/int8+ef,cluster=1@/int4+ef", "node=3,cluster=3k@int8"
     for strategy in wires:
-        expected = trained(strategy, case)
+        expected = trained(strategy, case, 2, 2)
         with delays(4, device="cuda"):
-            got = trained(strategy, case)
-        assert all(map(torch.equal, got, expected)), strategy
-
-
-def trained(strategy: str, case: Case) -> list[torch.Tensor]:
-    """This rank's masters at the end."""
-    with sharded(strategy, case, mesh_of(2, 2, device=case.device)) as (model, optimizer):
-        for step in range(case.steps):
-            backward(model, case, step)
-            zm.clip_grad_norm_(model, 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [param.local.detach().cpu() for param in engine_of(model).optimizer_params()]
+            require_same(strategy, trained(strategy, case, 2, 2), expected)
 
 
 LATE_S = 0.05
@@ -130,7 +114,7 @@ ON_STREAMS: dict[str, tuple[str, Callable[[], AbstractContextManager[None]]]] = 
 def test_a_wait_left_out_shows(wait):
     strategy, leave_out = ON_STREAMS[wait]
     with pytest.raises(Unequal), leave_out(), delays(4, lane_s=LATE_S, point_s=LATE_S / 5, device="cuda"):
-        check(strategy, CASE, 2, 2)
+        check_case(strategy, CASE, 2, 2)
 
 
 def sanitized(strategy: str) -> None:
@@ -143,7 +127,7 @@ def sanitized(strategy: str) -> None:
 
     _sanitizer.enable_cuda_sanitizer()
     try:
-        check(strategy, replace(CASE, precision="bf16", optimizer="adamw"), 2, 2)
+        check_case(strategy, replace(CASE, precision="bf16", optimizer="adamw"), 2, 2)
     finally:
         _sanitizer.cuda_sanitizer.disable()
 

@@ -20,9 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
-from tests.dist.engine.reference import Block, Case, backward, evaluate, sharded
 from tests.dist.engine.test_parts import PAIRS, in_parts
-from tests.dist.parity import mesh_of
+from tests.dist.parity import AwkwardBlock, Case, backward, evaluate, mesh_of, sharded
 from tests.pure.strategy.mixes import mixes, notation
 from tests.simdev.clean import SOURCES, require_clean, require_documented
 from tests.simdev.faults import FAULTS, without_keeping, without_landing
@@ -44,7 +43,7 @@ def train(strategy: str, case: Case, *shape: int) -> None:
         for step in range(case.steps):
             backward(model, case, step)
             if case.evaluate:
-                evaluate(model, case, 0)
+                evaluate(model, case, case.device)
             zm.clip_grad_norm_(model, 0.5)
             optimizer.step()
             optimizer.zero_grad()
@@ -168,11 +167,11 @@ def kernels_of_reductions(strategy: str, case: Case) -> list[float]:
 @alone()
 def test_recomputation():
     simdev.counting_group(0, 4)
-    forward = Block.forward
+    forward = AwkwardBlock.forward
     for reentrant in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                Block,
+                AwkwardBlock,
                 "forward",
                 lambda self, x: checkpoint(forward, self, x, use_reentrant=reentrant),  # noqa: B023
             )
@@ -256,7 +255,7 @@ def test_saving_and_loading(tmp_path):
         optimizer.zero_grad()
         model.load_state_dict(model.state_dict())
         zm.refresh(model)
-        evaluate(model, CASE, 0)
+        evaluate(model, CASE, CASE.device)
         backward(model, CASE, 1)
     require_clean(checker, "saving and loading")
 

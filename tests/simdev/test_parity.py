@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
-from tests.dist.engine import reference
-from tests.dist.engine.reference import Case, check, plain
-from tests.dist.parity import mesh_of
+from tests.dist.engine.test_quantised import MICRO_BATCHES, Net, off, train
+from tests.dist.parity import Case, check_case, mesh_of
 from tests.simdev.clean import require_documented
 from tests.simdev.ranks import on_devices
 from zeromesh import simdev
@@ -24,10 +23,9 @@ CASE = Case(steps=2, micro_batches=2, optimizer="both", device="simdev")
 
 def check_all(strategies: list[str], case: Case, *shape: int) -> None:
     """On a rank: the numbers, beside plain training on the host; and that nothing raced on the way."""
-    on_host = replace(case, device="cpu")  # for torch, `model.to` of such a device makes two parameters of a tied one
     for strategy in strategies:
-        with mock.patch.object(reference, "plain", lambda _: plain(on_host)), simdev.Checker() as checker:
-            check(strategy, case, *shape)
+        with simdev.Checker() as checker:
+            check_case(strategy, case, *shape)
         require_documented(
             checker, strategy, reads=2 + case.steps * (2 if case.weighted else 1), besides=copying(strategy)
         )
@@ -105,3 +103,46 @@ def test_an_axis_that_is_a_dimension_uses_the_mesh_s_own_communicator():
         lines = [engine_of(model).backend.groups[axis] for model in models]
         used = [channel.process_group for line in lines for channel in (line.gather, line.reduce)]
         assert used.count(mesh.get_group(axis)) == 1 and len(set(used)) == len(used)
+
+
+# ---- Quantised wires and error feedback on devices that have no Triton: torch's operations code on the device itself
+
+
+TO_THE_BIT = ["node=3@int8/int4+ef,cluster=3k@int8/int4+ef", "node=2@int8[64]/int4[32]+ef,cluster=0@/int8+ef"]
+"""All roundings to nearest, so that nothing is drawn."""
+
+WITHIN_BOUNDS = ["node=3d@int8/int8,cluster=1@/int4", "node=0@/int8,cluster=2@/int4"]
+"""Sums are rounded at random, by the device's own draws."""
+
+
+@on_devices(4)
+def test_training_is_that_of_the_host_to_the_bit():
+    """Losses of steps in which each message, kept copy and residual takes part, and masters at the end."""
+    torch.manual_seed(0)
+    base = Net()
+    for strategy in TO_THE_BIT:
+        on_host = zm.shard(copy.deepcopy(base), mesh_of(2, 2), strategy)
+        expected = train(on_host, steps=3)
+        with simdev.Checker() as checker:
+            model = zm.shard(copy.deepcopy(base), mesh_of(2, 2, device="simdev"), strategy)
+            with zm.traffic_report(model, micro_batches=MICRO_BATCHES) as traffic:
+                assert train(model, steps=3) == expected, strategy
+            for param, other in zip(model.parameters(), on_host.parameters(), strict=True):
+                assert torch.equal(param.local.cpu(), other.local), (strategy, param.full_name)
+            report = zm.memory_report(model)
+        # Where no parameters are sharded, the words of all steps but the first are not waited for.
+        require_documented(checker, strategy, reads=2 + (3 if "=3" in strategy else 1))
+        for line in report:
+            assert line.predicted_bytes == line.allocated_bytes, strategy
+        assert sum(engine_of(model).schedule.memory.workspace.values()) > 0
+        for line in traffic.lines(steps=3):  # the first refresh has nothing to do
+            assert 0.7 * line.predicted_bytes <= line.sent_bytes <= line.predicted_bytes
+
+
+@on_devices(4)
+def test_gradients_are_within_the_bound_of_their_axes():
+    for strategy in WITHIN_BOUNDS:
+        with simdev.Checker() as checker:
+            worst, zeros = off(strategy, 2, 2, device="simdev")
+        assert worst <= 1 < zeros, (strategy, worst)
+        require_documented(checker, strategy, reads=2 + 1)

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import Case, backward, require_same, sharded, trained
-from tests.dist.engine.test_native import native
-from tests.dist.parity import mesh_of
+from tests.dist.engine.test_parity import native
+from tests.dist.parity import Case, backward, mesh_of, require_same, sharded, trained
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.backend import DeviceBackend
@@ -76,11 +75,6 @@ def test_the_same_bits_on_other_backends():
     for at, strategy in enumerate(AXES[:2]):
         with native():
             require_same_bits([strategy + ";collective=ho_ring" * (at % 2)], ONCE, 2, 2)
-
-
-@on_ranks(2)
-def test_the_same_bits_on_two_ranks():
-    require_same_bits(("node=0", "node=1", "node=2", "node=3"), replace(ONCE, world=2), 2)
 
 
 @on_ranks(6)

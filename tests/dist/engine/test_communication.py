@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.engine.reference import Case, backward, sharded, take_step
-from tests.dist.parity import mesh_of
+from tests.dist.parity import Case, backward, mesh_of, sharded, take_step
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.schedule import LANES, Transfer, lane_axes

@@ -6,7 +6,7 @@ Without a wait the numbers are wrong: `test_faults` and `tests/simdev/test_order
 from __future__ import annotations
 
 from tests.dist.engine.delays import delays
-from tests.dist.engine.reference import Case, check, require_same, trained
+from tests.dist.parity import Case, check_case, require_same, trained
 from tests.dist.pool import on_ranks
 
 CASE = Case(optimizer="both")
@@ -31,7 +31,7 @@ STRATEGIES = [
 def test_late_or_early_the_numbers_are_those_of_plain_training():
     for strategy in (*STRATEGIES[::4], STRATEGIES[9]):
         with delays(1) as drawn:
-            check(strategy, CASE, 2, 2)
+            check_case(strategy, CASE, 2, 2)
         assert drawn.count > 100, drawn
 
 

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 import zeromesh as zm
-from tests.dist.engine.reference import TIMEOUT_S, Case, Unequal, backward, check, sharded
-from tests.dist.parity import mesh_of
+from tests.dist.parity import Case, Unequal, backward, check_case, mesh_of, sharded
 from tests.dist.pool import on_ranks
 from zeromesh.comm import Lane, Step
 from zeromesh.engine import backend
@@ -30,6 +29,7 @@ Patch = AbstractContextManager[object]
 CASE = Case(steps=2, micro_batches=2, evaluate=True)
 ALL_LAST = replace(CASE, every_last=True)
 STRATEGY = "node=3,cluster=1"
+TIMEOUT_S = 240.0
 
 gate = threading.Event()
 """Held-back jobs run when it opens: the optimizer's step opens it, as a job that is merely slow would run later."""
@@ -213,21 +213,21 @@ def test_a_fault_is_seen(fault):
     strategy, inject = FAULTS[fault]
     gate.set()
     with pytest.raises(Unequal), inject():
-        check(strategy, ALL_LAST if "shown" in fault else CASE, 2, 2, before_step=gate.set)
+        check_case(strategy, ALL_LAST if "shown" in fault else CASE, 2, 2, before_step=gate.set)
 
 
 @on_ranks(4)
 def test_autograd_sees_a_slot_that_is_reused_too_early():
     seen = r"modified by an inplace operation|has written to its parameters"
     with pytest.raises((RuntimeError, ModelError), match=seen), slot_reused_too_early():
-        check(STRATEGY, CASE, 2, 2)
+        check_case(STRATEGY, CASE, 2, 2)
 
 
 @on_ranks(4)
 def test_without_a_fault_they_agree():
     """All strategies without a fault are those of `test_parity`; here with these cases."""
     for case in (CASE, ALL_LAST):
-        check(STRATEGY, case, 2, 2, before_step=gate.set)
+        check_case(STRATEGY, case, 2, 2, before_step=gate.set)
 
 
 # ---- debug mode finds faults that autograd's version counters no longer can: see zeromesh.engine.guard
@@ -243,7 +243,7 @@ def test_a_slot_in_other_hands_is_named(fault):
     """A sound run passes: most cases of `test_parity` are in debug mode."""
     strategy = "node=3,cluster=3" if fault is stale_after_evaluation else STRATEGY
     with debug(), fault(), pytest.raises(InternalError, match=r"slot|gathered"):
-        check(strategy, CASE, 2, 2)
+        check_case(strategy, CASE, 2, 2)
 
 
 @on_ranks(4)

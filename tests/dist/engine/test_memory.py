@@ -12,9 +12,8 @@ from torch import optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeromesh as zm
-from tests.dist.engine.reference import Case, Net, backward, sharded, take_step
 from tests.dist.engine.test_communication import LOSSLESS
-from tests.dist.parity import mesh_of
+from tests.dist.parity import Awkward, Case, backward, mesh_of, sharded, take_step
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import ModelError
@@ -102,7 +101,7 @@ OPTIMIZERS = {
 
 @on_ranks(4)
 def test_several_optimizers_count_together():
-    model = zm.shard(Net().double(), mesh_of(2, 2), "node=3,cluster=1")
+    model = zm.shard(Awkward().double(), mesh_of(2, 2), "node=3,cluster=1")
     params = list(model.parameters())
     several = [optim.AdamW(params[::2], **ADAM), optim.SGD(params[1::2], **MOMENTUM)]
     masters, *own = (optimizer_line(model, each).predicted_bytes for each in (None, *several))
@@ -274,7 +273,7 @@ def test_deleting_the_model_frees_everything_at_once(strategy):
 
 @on_ranks(2)
 def test_originals_are_freed_by_sharding():
-    net = Net()
+    net = Awkward()
     originals = list(net.parameters())
     zm.shard(net, mesh_of(2), "node=3")
     assert all(param.untyped_storage().nbytes() == 0 for param in originals)
@@ -282,7 +281,7 @@ def test_originals_are_freed_by_sharding():
 
 @on_ranks(2)
 def test_more_than_the_machine_has_is_refused_before_the_model_is_touched():
-    model = Net()
+    model = Awkward()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     said = pytest.raises(ModelError, match=r"2 rank\(s\) of this machine need .* lower stage than host=2")
     with mock.patch("zeromesh.engine.build.available_memory_bytes", lambda: 1000), said:

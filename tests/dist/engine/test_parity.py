@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from tests.dist.engine.reference import Case, check, require_same, trained
+import zeromesh as zm
+from tests.dist.parity import Bits, Case, check_case, mesh_of, require_same, trained
 from tests.dist.pool import on_ranks
 from tests.pure.strategy.mixes import STAGES, mixes, notation
+from zeromesh.collectives.ho_ring import HoRing
+from zeromesh.comm import AxisGroup, groups
+from zeromesh.comm.transport import Native
+from zeromesh.errors import NotationError
 from zeromesh.schedule import memory
 
 TWO = [notation(mix) for mix in mixes(2)]
@@ -61,14 +71,14 @@ def test_the_mixes_are_all_there_and_each_stage_of_each_axis_meets_most_cases():
 @on_ranks(4)
 def test_every_mix_on_two_axes(turn):
     for strategy in (strategy for strategy, its_turn in TURNS.items() if its_turn == turn):
-        check(strategy, CASES[turn], 2, 2)
+        check_case(strategy, CASES[turn], 2, 2)
 
 
 @pytest.mark.parametrize("turn", range(len(CASES)))
 @on_ranks(4)
 def test_shards_in_the_host_s_memory(turn):
     for strategy in HOSTED[turn :: len(CASES)]:
-        check(strategy, CASES[turn], 2, 2)
+        check_case(strategy, CASES[turn], 2, 2)
 
 
 @settings(max_examples=2)
@@ -80,7 +90,7 @@ def test_shards_in_the_host_s_memory(turn):
 )
 @on_ranks(4)
 def test_any_mix_over_any_stage_of_the_host(host, strategy, step, case):
-    check(f"host{host},{strategy};step={step}", case, 2, 2)
+    check_case(f"host{host},{strategy};step={step}", case, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -105,31 +115,31 @@ def test_any_mix_over_any_stage_of_the_host(host, strategy, step, case):
 @on_ranks(4)
 def test_narrow_computation_and_wires(case, strategies):
     for strategy in strategies:
-        check(strategy, case, 2, 2)
+        check_case(strategy, case, 2, 2)
 
 
 @settings(max_examples=1)
 @given(strategy=st.sampled_from(THREE) | st.sampled_from(THREE_KEPT), prefetch=st.sampled_from([0, 2]))
 @on_ranks(12)
 def test_odd_mesh_of_three_axes(strategy, prefetch):
-    check(f"{strategy};prefetch={prefetch}", Case(world=12, optimizer="both"), 2, 3, 2)
+    check_case(f"{strategy};prefetch={prefetch}", Case(world=12, optimizer="both"), 2, 3, 2)
 
 
 @on_ranks(8)
 def test_sums_by_level_on_three_axes():
     for strategy in ("node=0,cluster=0,region=0", "node=0,cluster=3,region=0"):
-        check(strategy, Case(world=8, every_last=True, optimizer="sgd", steps=1), 2, 2, 2)
+        check_case(strategy, Case(world=8, every_last=True, optimizer="sgd", steps=1), 2, 2, 2)
 
 
 @on_ranks(16)
 def test_four_axes():
-    check("node=3,cluster=2,region=1,site=0", Case(world=16, optimizer="both", steps=1), 2, 2, 2, 2)
+    check_case("node=3,cluster=2,region=1,site=0", Case(world=16, optimizer="both", steps=1), 2, 2, 2, 2)
 
 
 @on_ranks(4)
 def test_split_axis():
     for strategy in ("node[2]=1,node[2]=3k", "node[2]=3d,node[*]=0", "node[2]=2,node[2]=3"):
-        check(strategy, CASES[0], 4)
+        check_case(strategy, CASES[0], 4)
 
 
 @pytest.mark.parametrize(
@@ -178,3 +188,100 @@ def test_the_number_of_reduce_slots_changes_no_bit():
             with mock.patch.object(memory, "REDUCE_SLOTS", num):
                 found.append(trained(strategy, Case(optimizer="both", precision="fp32"), 2, 2))
         require_same(strategy, *found)
+
+
+# ---- Any strategy trains as one process does, with the collectives of other backends than gloo: on gloo ranks that are
+
+
+@contextmanager
+def native() -> Iterator[None]:
+    make_group = groups._make_group
+
+    def told(*args: Any) -> AxisGroup:
+        group = make_group(*args)
+        group.transport = Native("cpu")
+        return group
+
+    with mock.patch.object(groups, "_make_group", told):
+        yield
+
+
+NATIVE_CASES = {
+    Case(optimizer="both", debug=True, weighted=True): (
+        *(EACH[::2] + EACH_KEPT[:1]),
+        *(f"node={stage},cluster={stage};collective=ho_ring" for stage in "30"),
+    ),
+    Case(precision="bf16-wire", steps=1): ("node=3,cluster=0", "node=2,cluster=1"),
+    Case(precision="bf16", steps=1): ("node=3,cluster=0",),
+}
+
+
+@pytest.mark.parametrize("case", NATIVE_CASES, ids=str)
+@on_ranks(4)
+def test_mixes_with_native_collectives(case):
+    for strategy in NATIVE_CASES[case]:
+        with native():
+            check_case(strategy, case, 2, 2)
+
+
+@on_ranks(8)
+def test_three_axes_with_native_collectives():
+    with native():
+        check_case(THREE[80], Case(world=8, optimizer="both"), 2, 2, 2)
+
+
+@on_ranks(2)
+def test_memory_of_native_collectives():
+    for strategy in ("node=3", "node=3@int8/int8", "node=1@int8/"):
+        with native():
+            model = zm.shard(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), mesh_of(2), strategy)
+        lines = {line.kind: (line.predicted_bytes, line.allocated_bytes) for line in zm.memory_report(model)}
+        assert all(predicted == allocated for predicted, allocated in lines.values()), (strategy, lines)
+        assert all(lines["total"])
+
+
+# ---- `collective=ho_ring`: both levels at work at once, the same bits; and where it does not exist, a message
+
+
+def counted(strategy: str, case: Case, *shape: int) -> tuple[Bits, int, int]:
+    """`trained`, and how many gathers and reductions were overlapped."""
+    gathers = mock.patch.object(HoRing, "all_gather", autospec=True, side_effect=HoRing.all_gather)
+    reductions = mock.patch.object(HoRing, "reduce_scatter", autospec=True, side_effect=HoRing.reduce_scatter)
+    with gathers as gather, reductions as reduce:
+        return trained(strategy, case, *shape), gather.call_count, reduce.call_count
+
+
+def require_overlapped_bits(strategies: tuple[str, ...], *shape: int) -> None:
+    case = Case(precision="fp32", world=math.prod(shape))
+    for strategy in strategies:
+        plain, *none = counted(strategy, case, *shape)
+        overlapped, gathers, reductions = counted(f"{strategy};collective=ho_ring", case, *shape)
+        require_same(strategy, overlapped, plain)
+        assert none == [0, 0] and gathers + reductions > 0, strategy
+
+
+@on_ranks(4)
+def test_overlapped_levels_change_no_bit():
+    require_overlapped_bits(("node=3,cluster=3k", "node=0,cluster=0"), 2, 2)
+
+
+@on_ranks(6)
+def test_equal_to_the_bit_on_an_odd_mesh():
+    require_overlapped_bits(("node=3d,cluster=1",), 3, 2)
+
+
+@on_ranks(8)
+def test_equal_to_the_bit_on_three_axes():
+    """With several kept axes the last one's gather fills the kept copy, so a copy comes before and after it."""
+    require_overlapped_bits(("node=3,cluster=3k,region=3k",), 2, 2, 2)
+    # Not to the bit: regions are padded to be scattered, so the ranks' parts of the gradient's norm are others.
+    check_case("node=3,cluster=0,region=0;collective=ho_ring", Case(world=8, weighted=True), 2, 2, 2)
+
+
+@on_ranks(4)
+def test_staged_wires_are_not_overlapped():
+    strategy = "node=3@bf16/,cluster=3@bf16/;collective=ho_ring"
+    _, gathers, reductions = counted(strategy, Case(precision="fp32", steps=1), 2, 2)
+    assert gathers == 0 and reductions > 0
+    with pytest.raises(NotationError, match=r"collective=flat can only be simulated.*one axis at a time.*hierarchical"):
+        zm.shard(Case().build(), mesh_of(2, 2), "node=3,cluster=3;collective=flat")

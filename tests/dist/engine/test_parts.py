@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 import zeromesh as zm
-from tests.dist.engine.reference import Case, backward, check, sharded
-from tests.dist.parity import mesh_of
+from tests.dist.parity import Case, backward, check_case, mesh_of, sharded
 from tests.dist.pool import on_ranks
 from tests.pure.strategy.mixes import mixes, notation
 from zeromesh.engine.api import engine_of
@@ -31,7 +30,7 @@ def test_parts_on_the_same_mesh():
     assert len(PAIRS) == 10 and all(own != other for own, other in PAIRS)
     for at, (own, other) in enumerate(PAIRS[::2]):
         case = Case(weighted=True) if at % 2 else Case(optimizer="both", debug=True)
-        check(in_parts(own, other), case, 2, 2)
+        check_case(in_parts(own, other), case, 2, 2)
 
 
 @on_ranks(4)
@@ -89,7 +88,7 @@ def test_quantised_wires_of_a_part_are_its_alone():
 def test_parts_that_cannot_be():
     for parts, error, message in (
         ("*.ups: node=0", NotationError, r"part \*\.ups matches no module of the model: .*up"),
-        ("<Blok>: node=0", NotationError, r"part <Blok> matches no module of the model.*<Block>"),
+        ("<AwkwardBlok>: node=0", NotationError, r"part <AwkwardBlok> matches no module of the model.*<AwkwardBlock>"),
         ("*.up: node=0 | layers.0: node=1", ModelError, r"layers\.0\.up\.\w+ belongs to the parts \*\.up and layers\."),
         ("*.mix: node=0", ModelError, r"mix\.weight \(\*\.mix\), \S+mix_again\.weight \(in no part\) are one tied"),
         ("*.up: expert=0", MeshError, r"part \*\.up: the mesh has no axis 'expert'.*for other axes give zm\.Part"),

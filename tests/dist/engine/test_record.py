@@ -11,9 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import zeromesh as zm
-from tests.dist.engine.reference import Case, backward, sharded
 from tests.dist.engine.test_communication import LOSSLESS
-from tests.dist.parity import mesh_of
+from tests.dist.parity import Case, backward, mesh_of, sharded
 from tests.dist.pool import on_ranks
 from zeromesh.cluster import Cluster, Device, Level
 from zeromesh.cost.compute import ComputeModel
