@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -12,10 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeromesh as zm
 from tests.dist.checkpoint.models import make, slices, train
 from tests.dist.features.test_precision import skip_together
-from tests.simdev.clean import require_clean, require_documented
-from tests.simdev.ranks import on_devices
+from tests.dist.train.harness import Tiny, config, write_text
+from tests.simdev.clean import SOURCES, require_clean, require_documented
+from tests.simdev.ranks import alone, on_devices
 from zeromesh import simdev
 from zeromesh.checkpoint.checkpoints import Checkpoints
+from zeromesh.launch.ranks import Ranks
+from zeromesh.train.corpus import read_corpus
+from zeromesh.train.loop import make_trainer
 
 MESH = (("cluster", 2), ("node", 2))
 
@@ -139,3 +144,29 @@ def test_owners_step_on_the_device_where_slices_lie_on_the_host():
             require_clean(checker, strategy)
     for other in found[1:]:
         assert all(torch.equal(value, other[name]) for name, value in found[0].items())
+
+
+# ---- A step of `zeromesh train` on a device: the host's waits
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=3@int8/int4+ef,cluster=0"])
+@alone()
+def test_a_step_waits_for_the_device_exactly_once(tmp_path, strategy):
+    """For loss, norm and signals together, at its end. The words on which gradients there were have a stream of their
+    own; nothing else is read, and nothing is sent from memory that is not pinned."""
+    simdev.counting_group(0, 4)
+    mesh = init_device_mesh("simdev", (2, 2), mesh_dim_names=("cluster", "node"))
+    run = config(write_text(tmp_path), (("cluster", 2), ("node", 2)), strategy, checkpoint={})
+    corpus = read_corpus(run)
+    ranks = Ranks(rank=0, world=4, device=torch.device("simdev", 0), mesh=mesh)
+    trainer = make_trainer(run, ranks, corpus, Tiny(corpus.tokenizer.vocab_size))
+    trainer.step(0)
+    for step in (1, 2):
+        with simdev.Checker() as checker:
+            assert trainer.step(step).finite
+        require_clean(checker, strategy)
+        computation = int(torch.accelerator.current_stream().stream_id)
+        reads = [(read.where.removeprefix(f"{SOURCES}/").split(":")[0], read.stream) for read in checker.host_reads]
+        assert [where for where, stream in reads if stream == computation] == ["train/loop.py"], reads
+        assert [where for where, stream in reads if stream != computation] == ["engine/control.py"], reads
+        assert not checker.host_waits, [str(wait) for wait in checker.host_waits]

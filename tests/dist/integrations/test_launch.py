@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
+import json
 import os
+import sys
 import warnings
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 from tests.dist.integrations.hugging import launched
-from tests.dist.pool import on_ranks
+from tests.dist.pool import Pool, on_ranks
 
 SCRIPT = """
 import torch, transformers as hf, zeromesh as zm
@@ -75,3 +82,68 @@ def test_a_script_trains_with_a_planned_strategy_as_accelerate_starts_it(tmp_pat
         finally:
             os.chdir(before)
     assert (tmp_path / "tuned" / "model.safetensors").is_file() and (tmp_path / "run" / "checkpoint-2").is_dir()
+
+
+# ---- The example notebook: its cells before the launcher, and its function as each process runs it
+
+
+NOTEBOOK = Path(__file__).parents[3] / "examples/notebook.ipynb"
+
+
+def cells() -> list[str]:
+    return [
+        "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
+    ]
+
+
+def test_the_last_cell_launches_the_function_before_it() -> None:
+    *_, function, launch = cells()
+    assert function.startswith("def train(") and "notebook_launcher(train, num_processes=2)" in launch
+    assert all(cell.get("outputs", []) == [] for cell in json.loads(NOTEBOOK.read_text())["cells"])
+
+
+@on_ranks(2)
+def test_its_function_trains() -> None:
+    names: dict[str, Any] = {}
+    with launched():
+        exec(cells()[2], names)
+        names["train"](steps=2)
+
+
+# ---- The example of torchtitan's Trainer, on ranks that are there already: it takes the process group that it finds
+
+
+EXAMPLE = Path(__file__).parents[3] / "examples/torchtitan_llama.py"
+
+
+def example(steps: int, folder: Path) -> str:
+    """Runs the example; returns the output of this rank."""
+    spec = importlib.util.spec_from_file_location("torchtitan_llama", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    names = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    arguments = [str(EXAMPLE), "--check", "--steps", str(steps), "--folder", str(folder)]
+    with (
+        warnings.catch_warnings(),
+        mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()}),
+        mock.patch.object(sys, "argv", arguments),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        warnings.simplefilter("ignore")  # torchtitan's, and torch's about its calls
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        module.main()
+    return printed.getvalue()
+
+
+def test_torchtitans_trainer_gives_plain_losses_and_resumes_on_fewer_ranks(tmp_path: Path) -> None:
+    """The example compares losses and norms itself, to 3e-5 of them, and fails where they differ."""
+    pytest.importorskip("torchtitan")
+    own = Pool()  # torchtitan changes settings of its process
+    try:
+        for ranks, steps, compared in ((4, 2, (1, 2)), (2, 3, (3,))):
+            printed, *_ = own.run(ranks, example, steps, tmp_path, spoils=True)
+            found = [line for line in printed.splitlines() if "plainly" in line]
+            assert [int(line.split()[1]) for line in found] == list(compared)
+    finally:
+        own.remove()

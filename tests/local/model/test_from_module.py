@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.architectures import planned_flops, real_flops
-from zeromesh.cli import app as cli
-from zeromesh.engine.units import find_units
 from zeromesh.errors import ModelError
 from zeromesh.model import Recomputation, UnitKind, load_model
 from zeromesh.model.from_module import from_factory, from_module
 from zeromesh.model.huggingface import from_config
-from zeromesh.model.module_units import cut
+from zeromesh.model.module_values import KnownValues
 from zeromesh.model.presets import preset_shape
 from zeromesh.model.shape import TransformerShape
 from zeromesh.model.transformer import build
@@ -235,21 +232,6 @@ def test_a_module_that_is_choosy_is_read_and_what_was_assumed_is_said() -> None:
         from_module(Choosy(), seq_len=33)
 
 
-def make_choosy() -> nn.Module:
-    return Choosy()
-
-
-def test_the_command_says_what_was_assumed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ["--model", f"{__name__}:make_choosy", "--seq-len", "32", "--global-batch-tokens", "512"]
-    where = ["--cluster", "a800-8x-hdr", "--world", "16", "--strategy", "node=3,cluster=1"]
-    monkeypatch.setattr(sys, "argv", ["zeromesh", "simulate", *model, *where, "--json"])
-    with suppress(SystemExit):
-        cli.main()
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["step_s"] > 0
-    assert "make_choosy: matmul takes no bf16 and fp32, and is computed in bf16, as under autocast" in captured.err
-
-
 def test_what_takes_too_many_operations_is_read_from_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices, of fewer tokens than there is to choose from, are spread over all of it."""
     whole = from_module(Blocks(), seq_len=97, dtype="fp32")
@@ -338,28 +320,44 @@ def test_factories_are_called_and_wrong_ones_say_what_is_wrong(function: str, me
         from_module(module, seq_len=31)
 
 
-class Classifier(nn.Module):
-    """A head that is no vocabulary, and a norm that belongs to nothing else."""
+# ---- Values beside fake tensors: known ones are right, and others are not guessed
 
+
+class Beside(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.patches = nn.Linear(16, 32)
-        self.blocks = nn.Sequential(*[nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3)])
-        self.norm = nn.LayerNorm(32)
-        self.head = nn.Linear(32, 10)
+        self.values = KnownValues()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.patches(x))))  # type: ignore[no-any-return]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.values.run(func, args, kwargs or {})
 
 
-@pytest.mark.parametrize("name", ["blocks", "classifier", "no blocks", "llama tied", "gpt2", "mixtral"])
-def test_units_are_those_that_the_engine_cuts(name: str) -> None:
-    """Two readers of one rule: the planner may not import the engine."""
-    made = {"blocks": Blocks, "classifier": Classifier, "no blocks": lambda: nn.Linear(4, 4)}
-    module = made[name]() if name in made else described(name)
-    planned = {unit.name: sum(p.numel() for _, p in unit.parameters) for unit in cut(module)}
-    engine = {
-        unit.name: sum(info.param.numel() for infos in unit.groups.values() for info in infos)
-        for unit in find_units(module)
-    }
-    assert planned == {name: numel for name, numel in engine.items() if numel}
+def test_values_that_are_known() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        weight = torch.empty(7, 5)
+        with Beside() as beside:
+            mask = torch.arange(7) > 3
+            assert mask.sum().item() == 3 and mask.nonzero().shape == (3, 1)
+            assert weight[mask].shape == (3, 5)  # of known places, values that are not
+            part = mask[:5]
+            mask.fill_(True)
+            assert part.all().item()  # a view sees it
+            with pytest.raises(DataDependentOutputException):
+                weight.argmin().item()
+            assert not beside.values.assumed
+            mask.copy_(weight[:, 0] > 0)
+            assert not part.all().item()  # written to, with unknown values: a yes or no is a no, and noted
+            assert len(beside.values.assumed) == 1
+
+    # Choices spread evenly and chances are means.
+    def rows(chosen: Tensor) -> list[Any]:
+        return list(chosen.tolist())
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        scores = torch.empty(3, 4)
+        with Beside():
+            assert rows(scores.topk(2, dim=-1)[1]) == [[0, 1], [2, 3], [0, 1]]
+            assert rows(scores.topk(1, dim=0)[1]) == [[0, 1, 2, 0]]
+            assert rows(scores.argmax(-1)) == [0, 1, 2]
+            assert torch.nn.functional.one_hot(scores.topk(2)[1], 4).sum((0, 1)).tolist() == [2, 2, 1, 1]
+            assert torch.rand([]).item() == 0.5

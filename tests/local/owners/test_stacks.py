@@ -11,6 +11,7 @@ from torch import Tensor, nn, optim
 from tests.dist.owners.optimizers import LAMB, SOAP, Orthogonal
 from zeromesh.errors import OptimizerError
 from zeromesh.owners.stacks import Stacking, require_stackable, step_on_stacks
+from zeromesh.owners.trial import require_tensorwise
 
 SHAPES = [*[(8, 24)] * 5, (24, 8), (6, 6), (24, 8), (24, 8), (2, 8, 24)]
 """Enough of one shape that some are in one stack, whichever is left out."""
@@ -138,3 +139,40 @@ def test_what_cannot_be_stacked_is_refused() -> None:
         require_stackable(SOAP, [torch.ones(4, 5)], {})
     with pytest.raises(OptimizerError, match="at least 1; got 0"):
         Stacking(dims=0)
+
+
+# ---- Facts about an optimizer's class that a trial finds
+
+
+class Adapting(optim.SGD):
+    """Keeps a distance over all tensors, and has it in its rate when that has grown enough, as D-Adaptation does."""
+
+    def __init__(self, params: Any, *, held: str) -> None:
+        super().__init__(params, lr=1e-3)
+        self.held = held
+        self.distance = 0.0
+        self.param_groups[0]["distance"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        more = sum(float(p.grad.sign().abs().sum()) for group in self.param_groups for p in group["params"])
+        if self.held == "self":
+            self.distance += more
+        else:
+            self.param_groups[0]["distance"] += more
+        if self.distance > 1e9:
+            self.param_groups[0]["lr"] *= 2
+        return found
+
+
+@pytest.mark.parametrize("held", ["self", "group"])
+def test_what_is_kept_for_all_tensors_is_found_before_it_shows(held: str) -> None:
+    words = r"each tensor by itself; Adapting makes .* gradients too, kept as distance, and each rank"
+    with pytest.raises(OptimizerError, match=words):
+        require_tensorwise(Adapting, [torch.ones(3, 4)], {"held": held})
+
+
+@pytest.mark.parametrize("kind", [LAMB, optim.Muon, optim.Adafactor, optim.ASGD, optim.NAdam, optim.Rprop])
+def test_counts_of_steps_are_nobodys_gradients(kind: Any) -> None:
+    require_tensorwise(kind, [torch.ones(3, 4)], {})

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
+from torch.utils import cpp_extension
 
+from tests.forks import run_python
 from zeromesh.cluster import find_cluster
+from zeromesh.errors import InputError
 from zeromesh.rehearsal.hardware import Hardware
 from zeromesh.rehearsal.kernels import moved_bytes
+from zeromesh.simdev import build
 
 aten = torch.ops.aten
 ROWS, INNER, OUTER = 4096, 1024, 2048
@@ -64,3 +71,60 @@ def test_seconds_of_other_kernels_and_collectives(hardware: Hardware) -> None:
     planned = hardware.transfers.joint((node,), "all_gather", 1 << 20, "bf16")
     assert hardware.collective((node,), "all_gather", 2 << 20) == planned
     assert hardware.collective((cluster,), "all_gather", 2 << 20).seconds > planned.seconds
+
+
+# ---- The simulated device is built for one torch, and says so where another is installed
+
+
+def test_another_torch_builds_another_device_or_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = build._directory()
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert build._directory() != here and build._directory().parent == here.parent
+    # Also where an extension's build is at fault: its words follow.
+    calls: list[str] = []
+
+    def fails(**options: object) -> None:
+        calls.append(str(options["name"]))
+        raise RuntimeError("Error building extension: no member named 'data_ptr'")
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    monkeypatch.setattr(build, "missing", lambda: None)
+    monkeypatch.setattr(cpp_extension, "load", fails)
+    build.native.cache_clear()
+    try:
+        with pytest.raises(InputError, match=r"not compile with torch 2\.99\.0: use a torch that docs.*data_ptr"):
+            build.native()
+    finally:
+        build.native.cache_clear()
+    assert len(calls) == 1 and not list(tmp_path.rglob(build.DONE))
+
+
+# ---- Where the virtual device cannot be compiled, the command names the missing compiler, once
+
+
+CONFIG = """
+strategy = "node=3"
+mesh = { node = 8 }
+run = { directory = "out", steps = 1 }
+model = { config = { model_type = "tiny" } }
+data = { files = ["*.txt"], seq_len = 8, holdout = 0 }
+batch = { global_sequences = 8, micro = 1 }
+optimizer = { lr = 1e-2 }
+"""
+
+
+def test_without_a_compiler_the_command_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    (tmp_path / "some.txt").write_text("a text to learn from " * 8)
+    fake = Path(__file__).parents[1] / "train" / "fake"
+    around = {
+        "PYTHONPATH": f"{fake}:{os.environ.get('PYTHONPATH', '')}",
+        "CXX": "no-such-compiler",
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "nothing-built"),
+    }
+    ended = run_python("-m", "zeromesh.cli", "rehearse", tmp_path / "run.toml", env=os.environ | around)
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.stderr.count("zeromesh: ") == 1 and "Traceback" not in ended.stderr
+    assert "compiled on first use, which needs a C++ compiler" in ended.stderr
+    assert "apt install g++" in ended.stderr

@@ -1,14 +1,17 @@
 """The plan is checked by carrying frames through it; counts on its links, and messages to its ranks."""
 
+import os
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab import LinkBytes, LinkLevel, Tree, Wiring, by_level, counters, difference
+from lab import Lab, LabError, LinkLevel, Registry, Tree, Wiring, by_level, counters, unavailable_reason
 from lab.environment import environment
-from lab.plan import Bucket, address, mac
+from lab.plan import Command, address, mac
+from lab.shell import execute
+from zeromesh.errors import InputError
 
 SIZES = st.lists(st.integers(1, 3), min_size=1, max_size=3)
 LINK = re.compile(
@@ -28,14 +31,6 @@ def lines_of(plan, program):
         if command.argv[0] == program:
             namespace = command.argv[2] if command.argv[1] == "-n" else ""
             yield from ((namespace, line) for line in command.stdin.splitlines())
-
-
-def test_a_namespace_is_made_before_it_is_used():
-    ends = ("root", "0", "1", "0.0", "0.1", "1.0", "1.1")
-    assert wiring(2, 2).namespaces == tuple(f"zmlab-1-0-{end}" for end in ends)
-    commands = wiring(2, 2).up()
-    assert commands[0].stdin.split("\n")[0] == "netns add zmlab-1-0-root"
-    assert [command.purpose for command in commands[:2]] == ["make network namespaces", "make veth pairs"]
 
 
 @given(SIZES)
@@ -94,26 +89,6 @@ def test_each_link_is_shaped_at_both_ends():
     assert (plan.interface, plan.leaf_address(0)) == ("lo", "127.0.0.1")
 
 
-@pytest.mark.parametrize(
-    ("rate_bytes_per_s", "instruction"),
-    [
-        # 1 ms of 25 MB/s is less than two of the largest packets: 128 KiB; four of them are more than 20 ms.
-        (25e6, "qdisc replace dev eth0 root tbf rate 200000000bit burst 131072 limit 524288"),
-        (500e6, "qdisc replace dev eth0 root tbf rate 4000000000bit burst 500000 limit 10000000"),
-    ],
-)
-def test_burst_and_queue_grow_with_the_rate(rate_bytes_per_s, instruction):
-    bucket = Bucket(namespace="n", interface="eth0", rate_bytes_per_s=rate_bytes_per_s)
-    assert bucket.instruction == instruction
-
-
-@pytest.mark.parametrize("has_ipv6", [True, False])
-def test_ipv6_is_kept_quiet_where_the_kernel_has_it(has_ipv6):
-    quiet = [line for _, line in lines_of(wiring(2, has_ipv6=has_ipv6), "ip") if "addrgenmode none" in line]
-    # two ports and the bridge of the root, one interface in each leaf
-    assert len(quiet) == (5 if has_ipv6 else 0)
-
-
 WIRING = Wiring(lab="zmlab-1-0", tree=Tree.parse("2@200mbit,1@1gbit,1"))
 
 
@@ -142,20 +117,6 @@ def test_what_the_upper_end_receives_was_sent_from_below():
     assert [level.sent_payload_bytes for level in by_level(WIRING, read)] == [500 - 5 * 66, 504 - 5 * 66]
 
 
-def test_counters_are_read_and_subtracted():
-    assert [command.argv[2] for command in counters.read_commands(WIRING).values()] == [
-        "zmlab-1-0-root",
-        "zmlab-1-0-0",
-        "zmlab-1-0-1",
-    ]
-    # A difference is taken link by link.
-    before = {"0": LinkBytes(sent_bytes=1, received_bytes=2, sent_packets=3, received_packets=4)}
-    after = {"0": LinkBytes(sent_bytes=11, received_bytes=22, sent_packets=33, received_packets=44)}
-    spent = difference(after, before)
-    assert spent == {"0": LinkBytes(sent_bytes=10, received_bytes=20, sent_packets=30, received_packets=40)}
-    assert spent["0"] + before["0"] == after["0"]
-
-
 def of_rank(rank, text="2@200mbit,2@1gbit,2", around=()):
     plan = Wiring(lab="zmlab-1-0", tree=Tree.parse(text))
     return environment(plan, plan.tree.places[rank], port=29501, around=dict(around))
@@ -175,3 +136,141 @@ def test_what_a_rank_is_told():
     # One leaf without links meets on loopback.
     env = of_rank(1, "4")
     assert (env["MASTER_ADDR"], env["GLOO_SOCKET_IFNAME"], env["LOCAL_RANK"]) == ("127.0.0.1", "lo", "1")
+
+
+# ---- test_tree
+
+
+RATES = st.one_of(
+    st.none(),
+    st.integers(min_value=1, max_value=10**13).map(lambda bits: bits / 8),
+    st.floats(min_value=1.0, max_value=1e12),
+)
+LEVELS = st.builds(LinkLevel, size=st.integers(1, 4), rate_bytes_per_s=RATES)
+TREES = st.builds(Tree, levels=st.lists(LEVELS, max_size=4), ranks_per_leaf=st.integers(1, 4))
+
+
+def test_the_documented_tree():
+    tree = Tree.parse("2@200mbit,2@1gbit,2")
+    assert tree.levels == (LinkLevel(size=2, rate_bytes_per_s=200e6 / 8), LinkLevel(size=2, rate_bytes_per_s=1e9 / 8))
+    assert (tree.ranks_per_leaf, tree.num_leaves, tree.world_size) == (2, 4, 8)
+    assert tree.switches == ((), (0,), (1,))
+    assert [(link.name, link.level) for link in tree.links] == [
+        ("0", 0), ("1", 0), ("0.0", 1), ("0.1", 1), ("1.0", 1), ("1.1", 1),
+    ]  # fmt: skip
+    assert [(place.rank, place.local_rank, place.leaf, place.path) for place in tree.places[3:6]] == [
+        (3, 1, 1, (0, 1)),
+        (4, 0, 2, (1, 0)),
+        (5, 1, 2, (1, 0)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("2@200mbit,1", "2@200mbit"),
+        ("2@1gbit,2", "2@1000mbit,2"),
+        ("2@1Gbit,2", " 2 @ 1 Gbit/s , 2"),
+        ("2@125 MB/s,2", "2@1gbit,2"),
+        ("2@2.5gbit,2", "2@2500mbit,2"),
+    ],
+)
+def test_two_spellings_of_one_tree_are_equal(one, other):
+    assert Tree.parse(one) == Tree.parse(other)
+
+
+@given(TREES)
+def test_every_rank_has_one_place_and_every_leaf_one_link_up(tree):
+    assert Tree.parse(str(tree)) == tree
+    assert [place.rank for place in tree.places] == list(range(tree.world_size))
+    assert len({(place.path, place.local_rank) for place in tree.places}) == tree.world_size
+    ends = [link.path for link in tree.links]
+    assert len(set(ends)) == len(ends)
+    assert {*ends, ()} == {*tree.switches, *tree.leaves}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"'' is not a whole number; expected a tree, outermost level first"),
+        ("two", r"'two' is not a whole number"),
+        ("2,2", r"level '2' has no rate; only the last number, ranks per leaf, has none"),
+        ("2@200mbit,0", r"a leaf has at least 1 rank, got 0"),
+        ("0@200mbit,1", r"tree '0@200mbit,1': level '0@200mbit': .*at least 1 member, got 0"),
+        ("-2@200mbit", r"'-2' is not a whole number"),
+        ("2@fast,2", r"level '2@fast': expected a rate, such as 200mbit, .* got 'fast'"),
+        ("2@200mb,2", r"level '2@200mb': expected a rate, .* got '200mb'"),
+        ("2@0mbit,2", r"a rate is a finite number of at least 1 bit/s, got 0 bit/s"),
+        ("2@-1 Gbit/s,2", r"at least 1 bit/s, got -1e\+09 bit/s"),
+        ("2@1gbit@2,2", r"expected a rate, .* got '1gbit@2'"),
+        ("2@1gbit,,2", r"level '' has no rate"),
+        ("64@1gbit,64@1gbit,1", r"4096 leaves; one machine emulates at most 1024"),
+    ],
+)
+def test_what_is_not_a_tree_is_refused(text, message):
+    with pytest.raises(LabError, match=message):
+        Tree.parse(text)
+    with pytest.raises(LabError, match="finite"):
+        LinkLevel(size=2, rate_bytes_per_s=float("inf"))
+
+
+# ---- Which labs are found and whose they are, in made-up directories; machines where no lab can be made
+
+
+@pytest.fixture
+def registry(tmp_path):
+    for name in ("netns", "proc"):
+        (tmp_path / name).mkdir()
+    return Registry(netns=tmp_path / "netns", proc=tmp_path / "proc")
+
+
+def run_process(registry, pid, *, start, state="S"):
+    directory = registry.proc / str(pid)
+    directory.mkdir(exist_ok=True)
+    # The name of a process may hold spaces and parentheses.
+    fields = [state, *["0"] * 18, str(start), "0"]
+    (directory / "stat").write_text(f"{pid} (a) b) {' '.join(fields)}\n")
+
+
+def make_namespaces(registry, *names):
+    for name in names:
+        (registry.netns / name).touch()
+
+
+def test_a_lab_is_live_while_its_owner_runs(registry):
+    run_process(registry, os.getpid(), start=100)
+    name = registry.own_name(7)
+    assert name == f"zmlab-{os.getpid()}-100-7"
+    make_namespaces(registry, f"{name}-root")
+    assert registry.labs() == (name,)
+    assert registry.leftovers() == ()
+
+
+@pytest.mark.parametrize("change", ["gone", "zombie", "pid used again"])
+def test_a_lab_is_leftover_when_its_owner_does_not_run(registry, change):
+    make_namespaces(registry, "zmlab-41-100-0-root")
+    if change != "gone":
+        run_process(registry, 41, start=101 if change == "pid used again" else 100, state="SZ"[change == "zombie"])
+    assert registry.leftovers() == ("zmlab-41-100-0",)
+
+
+def test_where_no_lab_can_be_made(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(LabError, match=r"needs root .* runs as user 1000: use sudo"), Lab("2@1gbit"):
+        pass
+    assert "needs root" in (unavailable_reason() or "")
+    # Missing programs are named with their packages.
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        LabError, match=r"needs ip, tc, bridge, setpriv, not found in PATH: install iproute2 util-linux"
+    ):
+        Lab("2@1gbit").up()
+    # A lab that is not up runs nothing.
+    with pytest.raises(InputError, match="is not up"):
+        Lab("2@1gbit").run(["true"])
+    monkeypatch.undo()  # a failed batch names the line and the complaint
+    script = "echo 'Error: no such device.' >&2; echo 'Command failed -:2' >&2; exit 1"
+    command = Command(argv=("sh", "-c", script), stdin="first line\nsecond line\n", purpose="make veth pairs")
+    with pytest.raises(LabError, match=r"cannot make veth pairs: sh -c .* second line: Error: no such device\.$"):
+        execute(command)

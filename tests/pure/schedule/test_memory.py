@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from math import prod
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pure.planner.setups import small_cluster, small_model
 from tests.pure.schedule.test_transfers import MESH, buffer, stack
 from tests.pure.strategy.mixes import mixes, notation
 from zeromesh.collectives.ho_ring.slices import sum_terms
@@ -18,7 +16,6 @@ from zeromesh.errors import InternalError
 from zeromesh.schedule import ITEM_BYTES, BufferLayout, FlatBuffer, Role, Schedule, Unit, place
 from zeromesh.schedule.buffer_layout import ALIGN_BYTES
 from zeromesh.schedule.memory import REDUCE_SLOTS, part_numel, workspace_by_lane
-from zeromesh.simulator import FixedWorkload, find_engine, simulate
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat
 
@@ -256,21 +253,6 @@ def test_without_triton_the_codec_has_room_too() -> None:
     piece = -(-LONG // 4 // (2 * 1024)) * 1024
     assert torchs["unshard"] - fused["unshard"] == 12 * piece + 8 * piece // 128
     assert torchs["reduce"] - fused["reduce"] == 14 * piece + 8 * piece // 128
-
-
-@pytest.mark.parametrize(("cores", "expected"), [(None, 0), (1.0, 2 * (8 << 20))])
-def test_simulations_count_it(cores: float | None, expected: int) -> None:
-    """The workspace of our engine, by the way in which the devices exchange."""
-    cluster = small_cluster(4, 4)
-    cluster = replace(cluster, device=replace(cluster.device, cores=cores))
-    work = FixedWorkload(seq_len=256, global_batch_tokens=256 * 16)
-    ours, without = (
-        simulate(small_model(), cluster, "node=3,cluster=1", work, engine=engine).memory
-        for engine in ("zeromesh", replace(find_engine("zeromesh"), workspace=False))
-    )
-    assert ours.buffers - without.buffers == expected
-    alone = simulate(small_model(), cluster.take(1), "node=3,cluster=1", replace(work, global_batch_tokens=256)).memory
-    assert alone.buffers < max(expected, 1 << 20)
 
 
 @pytest.mark.parametrize(
