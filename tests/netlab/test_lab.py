@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import Lab, LabError, LinkBytes, Place, Registry, Tree, difference
+from lab import Lab, LabError, LinkBytes, Place, Registry, Tree
 from lab.shell import execute
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -88,22 +88,6 @@ def test_every_link_has_its_rate_on_three_levels_at_once(tmp_path):
         check_rates(lab, flows, rates, tmp_path, at_least=0.97)
 
 
-def test_both_directions_of_a_link_have_its_rate_at_once(tmp_path):
-    rate = 200e6 / 8
-    flows = [Flow(sender=0, receiver=2, num_bytes=int(rate)), Flow(sender=3, receiver=1, num_bytes=int(rate))]
-    with Lab("2@200mbit,2") as lab:
-        # The acknowledgements of one direction take from the other.
-        check_rates(lab, flows, [rate, rate], tmp_path, at_least=0.95)
-
-
-def test_two_senders_share_the_link_down_to_one_leaf(tmp_path):
-    rate = 100e6 / 8
-    flows = [Flow(sender=0, receiver=4, num_bytes=int(rate / 2)), Flow(sender=2, receiver=5, num_bytes=int(rate / 2))]
-    with Lab("3@100mbit,2") as lab:
-        starts, ends = zip(*run_flows(lab, "tcp", flows, tmp_path), strict=True)
-        assert max(ends) - min(starts) > 0.97 / PAYLOAD_SHARE
-
-
 def test_counters_are_exact_and_silent_links_stay_silent(tmp_path):
     with Lab("2@100mbit,2@1gbit,1") as lab:
         run_flows(lab, "udp", [Flow(sender=3, receiver=0, num_bytes=50_000)], tmp_path)
@@ -112,28 +96,6 @@ def test_counters_are_exact_and_silent_links_stay_silent(tmp_path):
         down = LinkBytes(received_bytes=50 * 1042, received_packets=50)
         expected = {"1.1": up, "1": up, "0": down, "0.0": down}
         assert lab.counters() == {link.name: expected.get(link.name, NO_BYTES) for link in lab.tree.links}
-
-
-def test_a_stream_is_counted_with_few_headers_and_only_on_its_way(tmp_path):
-    with Lab("3@1gbit,2") as lab:
-        before = lab.counters()
-        run_flows(lab, "tcp", [Flow(sender=0, receiver=2, num_bytes=10_000_000)], tmp_path)
-        spent = difference(lab.counters(), before)
-        assert 10_000_000 < spent["0"].sent_bytes < 10_000_000 / PAYLOAD_SHARE
-        assert spent["1"].received_bytes == spent["0"].sent_bytes
-        assert spent["0"].received_bytes < 0.05 * 10_000_000
-        assert spent["2"] == NO_BYTES
-
-
-@pytest.mark.parametrize(("tree", "rate", "crossed"), [("2@50mbit,2", 50e6, False), ("2@unshaped", 100e6, True)])
-def test_what_is_not_shaped_is_not_slowed_down(tree, rate, crossed, tmp_path):
-    """Ranks of one leaf meet on loopback."""
-    with Lab(tree) as lab:
-        flow = Flow(sender=0, receiver=1, num_bytes=20_000_000)
-        ((start, end),) = run_flows(lab, "tcp", [flow], tmp_path)
-        assert end - start < 0.5 * flow.num_bytes / (rate / 8)
-        assert (lab.counters()["0"].sent_bytes > flow.num_bytes) == crossed
-        assert crossed or set(lab.counters().values()) == {NO_BYTES}
 
 
 def test_tcp_does_not_use_the_machines_default(monkeypatch):
@@ -253,21 +215,6 @@ def test_the_command_shows_output_by_rank_and_bytes_by_link_and_ends_with_the_ra
     assert done.returncode == 75
     failure = done.stderr.splitlines()[-1]
     assert failure.startswith("zeromesh: ") and "rank 3 exited with 75" in failure
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("2,2", "--", "true"), "level '2' has no rate"),
-        (("2@1gbit", "--", "no-such-program"), "command 'no-such-program' not found"),
-        (("2@1gbit", "--timeout", "5", "--", "true"), "expected a time with a unit"),
-    ],
-)
-def test_wrong_input_is_one_message(arguments, message):
-    done = lab_command(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 def _wait_for_a_lab_of(pid: int) -> None:

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.simdev.ranks import alone
 from zeromesh import simdev
@@ -17,29 +16,6 @@ MIB = 1 << 20
 
 def stream() -> torch.Stream:
     return torch.Stream("simdev")
-
-
-@alone()
-def test_kernels_compute():
-    device = torch.device("simdev")
-    x = torch.arange(6.0, device=device).view(2, 3)
-    torch.testing.assert_close((x @ x.T).cpu(), torch.tensor([[5.0, 14.0], [14.0, 50.0]]))
-    weight = torch.ones(3, 2, device=device, requires_grad=True)
-    (x @ weight).square().sum().backward()
-    host = torch.ones(3, 2, requires_grad=True)
-    (x.cpu() @ host).square().sum().backward()
-    torch.testing.assert_close(weight.grad.cpu(), host.grad)
-    values = [torch.ones(3, device=device), torch.ones(2, device=device)]
-    torch._foreach_mul_(values, 3.0)
-    assert [value.tolist() for value in values] == [[3.0] * 3, [3.0] * 2]
-    assert torch.empty(0, device=device).sum().item() == 0
-    out = torch.empty(0, device=device)
-    torch.add(x, x, out=out)
-    assert out.tolist() == (2 * x).tolist()
-    storage = out.untyped_storage()
-    storage.resize_(0)
-    storage.resize_(24)
-    assert out.shape == (2, 3)
 
 
 @alone()
@@ -57,20 +33,6 @@ def test_tensors_of_two_devices_are_refused():
     torch._foreach_copy_([ours], [theirs])
     torch._foreach_mul_([ours, theirs], 2.0)
     assert (ours * torch.tensor(2.0))[torch.tensor([1])].item() == 4 and theirs.tolist() == [2, 2]
-
-
-@alone()
-def test_torch_takes_it_for_an_accelerator():
-    simdev.start()
-    module = torch.get_device_module("simdev")
-    assert torch.accelerator.current_accelerator() == torch.device("simdev")
-    assert module.device_count() == 1 and module.current_device() == 0
-    assert dist.get_default_backend_for_device("simdev") == simdev.BACKEND
-    held = torch.ones(3, pin_memory=True)
-    assert held.is_pinned() and not torch.ones(3).is_pinned()
-    with stream() as side:
-        assert module.current_stream() == side
-    assert module.current_stream() == module.default_stream()
 
 
 @alone()
@@ -296,22 +258,3 @@ def test_wrong_use():
         simdev.Recorder(lambda entry: None),
     ):
         pass
-
-
-def test_what_is_missing_is_said(monkeypatch, tmp_path):
-    from zeromesh.simdev import build
-
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert build.missing() is None
-    monkeypatch.setattr(build, "_compiler", lambda: None)
-    monkeypatch.setattr(build, "_ninja", lambda: None)
-    with pytest.raises(InputError, match=r"needs a C\+\+ compiler .* and ninja: install them"):
-        build._build(tmp_path)
-
-
-def test_another_torch_has_another_build(monkeypatch):
-    from zeromesh.simdev import build
-
-    own = build._directory()
-    monkeypatch.setattr(torch, "__version__", "2.99.0")
-    assert build._directory() != own

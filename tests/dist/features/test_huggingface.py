@@ -89,12 +89,3 @@ def test_trains_as_plain(kind):
             with torch.inference_mode():
                 found = [each.generate(tokens(0, 0, 0, shape=(2, 3)), **options) for each in (pair.model, pair.plain)]
             assert found[0].shape == (2, 8) and torch.equal(*found)
-
-
-@on_ranks(4)
-def test_small_units_are_joined_where_no_parameters_are_sharded():
-    for kind, bucket_bytes, strategy in (("gpt2", 1 << 20, "node=1,cluster=2"), ("llama", 1, "node=0,cluster=0")):
-        of_kind: dict[str, Any] = {"loss_of": loss_of, "data_of": partial(data_of, kind)}
-        (pair,) = check(build(kind), strategy, options={"bucket_bytes": bucket_bytes}, **of_kind)
-        names = sorted(unit.name for unit in engine_of(pair.model).units)
-        assert names == [""] + (KINDS[kind][0] if bucket_bytes == 1 else [])

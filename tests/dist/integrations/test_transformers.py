@@ -29,7 +29,6 @@ from tests.dist.integrations.hugging import (
     samples,
     sharding,
 )
-from tests.dist.parity import mesh_of
 from tests.dist.pool import Pool, on_ranks
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import CheckpointError, InputError, MeshError, ModelError, OptimizerError
@@ -120,20 +119,6 @@ def test_losses_are_those_of_plain_training(kind, tmp_path):
             zm.check_replicas(trainer.model, trainer.optimizer.optimizer)
         dist.barrier()
         assert_same_weights(directory, tmp_path / "plain")
-
-
-@on_ranks(4)
-def test_slow_links_are_crossed_once_a_step(tmp_path):
-    from zeromesh.integrations.transformers import Trainer
-
-    with launched():
-        args = arguments(tmp_path, max_steps=3)
-        trainer = Trainer(model=build(), args=args, train_dataset=samples(), sharding=sharding(STRATEGIES[0]))
-        trainer.shard_model()
-        with zm.traffic_report(trainer.model, micro_batches=2) as traffic:
-            trainer.train()
-    lines = traffic.lines(steps=3)
-    assert [line.sent_bytes for line in lines] == [line.predicted_bytes for line in lines] != [0, 0]
 
 
 EVERYTHING: dict[str, Any] = {
@@ -399,25 +384,6 @@ def test_adapters_that_are_computed_or_buffered_are_saved(tmp_path):
     with pytest.raises(ModelError, match="merge_and_unload needs whole weights, and each rank holds slices: save the"):
         model.merge_and_unload()
     dist.barrier()
-
-
-@on_ranks(2)
-def test_an_encoder_is_called_by_itself():
-    """By `generate`, and by whoever evaluates with it."""
-    import transformers as hf
-
-    from zeromesh.integrations.pretrained import adapt
-
-    config = hf.T5Config(vocab_size=23, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0)
-    torch.manual_seed(0)
-    expected = hf.T5ForConditionalGeneration(config).eval()
-    torch.manual_seed(0)
-    mesh = mesh_of(2)
-    model = zm.shard(hf.T5ForConditionalGeneration(config).eval(), mesh, "node=3")
-    adapt(model, None)
-    ids = torch.arange(3, 13)[None] + dist.get_rank()
-    ours, theirs = (one.generate(ids, max_new_tokens=6, do_sample=False) for one in (model, expected))
-    assert ours.tolist() == theirs.tolist()
 
 
 def test_refuses(pool: Pool, tmp_path):

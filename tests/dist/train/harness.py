@@ -58,12 +58,19 @@ def build_tiny(config: ModelConfig, vocab_size: int, *, values: bool = True) -> 
     return Tiny(vocab_size, **config.config)
 
 
-def write_text(directory: Path) -> Path:
+def write_text(directory: Path, files: int = 6, repeats: int = 8) -> Path:
     text = directory / "text"
     text.mkdir()
-    for number in range(6):
-        (text / f"{number}.txt").write_text(f"line {number} of a text that repeats itself. " * 8)
+    for number in range(files):
+        (text / f"{number:02}.txt").write_text(f"line {number} of a text that repeats itself. " * repeats)
     return directory
+
+
+def ranks_of(config: TrainConfig) -> Ranks:
+    """The configured mesh of this pool's ranks, as a launcher's process has it."""
+    torch.set_num_threads(1)
+    mesh = kept(init_device_mesh, "cpu", tuple(config.mesh.values()), mesh_dim_names=tuple(config.mesh))
+    return Ranks(rank=dist.get_rank(), world=dist.get_world_size(), device=torch.device("cpu"), mesh=mesh)
 
 
 def config(directory: Path, mesh: Mesh, strategy: str, **changes: Any) -> TrainConfig:
@@ -134,11 +141,7 @@ class Outcome:
 
 def train(config: TrainConfig, meddling: Meddling = Meddling()) -> Outcome:
     """One rank's run."""
-    torch.set_num_threads(1)
-    mesh = kept(init_device_mesh, "cpu", tuple(config.mesh.values()), mesh_dim_names=tuple(config.mesh))
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cpu")
-    ranks = Ranks(rank=rank, world=world, device=device, mesh=mesh)
+    ranks = ranks_of(config)
     trainers: list[Any] = []
 
     class Meddled(loop.Trainer):
@@ -153,7 +156,7 @@ def train(config: TrainConfig, meddling: Meddling = Meddling()) -> Outcome:
                 self.at_start = full_state_dict(self.model)
             self.samples.append([])
             if meddling.stop_after is not None and step + 1 == meddling.stop_after:
-                self._stop_asked = rank == world - 1
+                self._stop_asked = ranks.rank == ranks.world - 1
             if step in meddling.left_out:
                 return loop.StepOutcome(loss=0.0, grad_norm=0.0)
             return super().step(step)

@@ -11,14 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.parity import mesh_of
 from tests.dist.pool import Pool
-from tests.dist.train.harness import lines, train_plainly
+from tests.dist.train.harness import lines, ranks_of, train_plainly
 from zeromesh.checkpoint.read import read_manifest
 from zeromesh.checkpoint.storage import open_storage
 from zeromesh.errors import ConfigError
 from zeromesh.integrations.texts import make_tokenizer
-from zeromesh.launch.ranks import Ranks
 from zeromesh.train import loop
 from zeromesh.train.config import CheckpointConfig, TrainConfig
 from zeromesh.train.corpus import read_corpus
@@ -66,14 +64,7 @@ def config(directory: Path, name: str, strategy: str, **model: Any) -> TrainConf
 
 def train(*configs: TrainConfig) -> bool:
     """One rank's runs."""
-    return all([_train(config) for config in configs])
-
-
-def _train(config: TrainConfig) -> bool:
-    torch.set_num_threads(1)
-    mesh = mesh_of(2, 2)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    return loop.run_training(config, Ranks(rank=rank, world=world, device=torch.device("cpu"), mesh=mesh))
+    return all([loop.run_training(config, ranks_of(config)) for config in configs])
 
 
 def refused(config: TrainConfig, elsewhere: Path) -> str:
@@ -82,7 +73,7 @@ def refused(config: TrainConfig, elsewhere: Path) -> str:
         moved = config.model.model_copy(update={"pretrained": elsewhere})
         config = config.model_copy(update={"model": moved})
     with pytest.raises(ConfigError) as raised:
-        _train(config)
+        train(config)
     return str(raised.value)
 
 

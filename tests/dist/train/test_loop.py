@@ -12,14 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.dist.pool import Pool, kept
-from tests.dist.train.harness import Mesh, lines, train_plainly
+from tests.dist.pool import Pool
+from tests.dist.train.harness import Mesh, lines, ranks_of, train_plainly, write_text
 from tests.dist.train.harness import config as base_config
 from zeromesh.integrations.language_models import seed_of_rank
-from zeromesh.launch.ranks import Ranks
 from zeromesh.report.run import KINDS
 from zeromesh.sharding import shard
 from zeromesh.train import load_config, loop
@@ -45,27 +42,14 @@ def config(directory: Path, mesh: Mesh, strategy: str, **changes: Any) -> TrainC
     return base_config(directory, mesh, strategy, **own | changes)
 
 
-def write_text(directory: Path) -> Path:
-    text = directory / "text"
-    text.mkdir()
-    for number in range(20):
-        (text / f"{number:02}.txt").write_text(f"line {number} of a text that repeats itself. " * 5)
-    return directory
-
-
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    return write_text(tmp_path)
+    return write_text(tmp_path, 20, 5)
 
 
 def train(config: TrainConfig) -> bool:
     """One rank's run."""
-    torch.set_num_threads(1)
-    mesh = kept(init_device_mesh, "cpu", tuple(config.mesh.values()), mesh_dim_names=tuple(config.mesh))
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cpu")
-    ranks = Ranks(rank=rank, world=world, device=device, mesh=mesh)
-    return loop.run_training(config, ranks)
+    return loop.run_training(config, ranks_of(config))
 
 
 def steps_of(pool: Pool, config: TrainConfig) -> list[dict[str, float]]:
@@ -76,7 +60,7 @@ def steps_of(pool: Pool, config: TrainConfig) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def plain(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """The same run on one rank."""
-    return steps_of(pool, config(write_text(tmp_path_factory.mktemp("plain")), ONE, "node=0,cluster=0"))
+    return steps_of(pool, config(write_text(tmp_path_factory.mktemp("plain"), 20, 5), ONE, "node=0,cluster=0"))
 
 
 def test_steps_are_recorded_and_evaluated_when_asked(plain: list[dict[str, float]]) -> None:
@@ -117,18 +101,6 @@ def test_loss_falls_clearly_in_bf16(pool: Pool, directory: Path) -> None:
     dtypes = {"dtypes__param": "bf16", "dtypes__reduce": "bf16", "dtypes__grad": "fp32", "dtypes__master": "fp32"}
     steps = steps_of(pool, config(directory, TWO_BY_TWO, "node=3,cluster=1", run__steps=12, eval__every=0, **dtypes))
     assert steps[-1]["loss"] < 0.6 * steps[0]["loss"], steps
-
-
-_RECOMPUTED = {"node=3,cluster=1 | *.mlp: node=0,cluster=3": "full", "node=3,cluster=3k": "selective"}
-
-
-@pytest.mark.parametrize("strategy", _RECOMPUTED)
-def test_table_shows_that_predicted_is_measured(pool: Pool, directory: Path, strategy: str) -> None:
-    changes = {"model__activation_checkpointing": _RECOMPUTED[strategy]}
-    tables = pool.run(4, table_of, config(directory, TWO_BY_TWO, strategy, run__steps=2, **changes))
-    assert "predicted and measured agree on all 4 devices" in tables[0], tables[0]
-    assert "node: 2 ranks, stage" in tables[0]
-    assert tables[1:] == ["", "", ""]
 
 
 def test_the_demo(pool: Pool, tmp_path: Path) -> None:

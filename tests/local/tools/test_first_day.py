@@ -14,7 +14,7 @@ import torch
 
 from tests.forks import run_python
 from tools import first_day
-from tools.first_day import Check, Part, judge_device, judge_kernels, judge_selftest, main, page, parts, run
+from tools.first_day import Check, Part, judge_device, judge_kernels, judge_selftest, main, page, run
 
 ROOT = Path(__file__).parents[3]
 SETTING = {"devices": 8, "device": "Fast [one]", "torch": "2.13", "zeromesh": "0.1", "at": "now", "device_type": "cuda"}
@@ -97,20 +97,6 @@ def test_goals_of_a_device() -> None:
     ]
     (check,) = judge_kernels({"results": rows})
     assert not check.held and check.what.startswith("quantise of int8 of fp32, 2 bytes") and check.found == "0.8"
-
-
-def test_parts_fit_the_machine() -> None:
-    one = [each.name for each in parts(1, "cuda")]
-    assert one == ["smoke", "fake", "ranks", "kernels", "host", "memory", "parity", "device"]
-    several = parts(8, "cuda")
-    assert [each.name for each in several] == [*one, "bench"]
-    assert [each.name for each in parts(8, "xpu")] == ["ranks", "bench"]
-    assert [each.name for each in parts(0, "cpu")] == ["fake", "ranks"]
-    ranks = [next(each.command for each in parts(count, "cuda") if each.name == "ranks") for count in (1, 8)]
-    assert [command.endswith(" share") for command in ranks] == [True, False]
-    for each in several:
-        first = each.command.split()[0]
-        assert first == "-m" or (ROOT / first).exists()
 
 
 def test_parts_within_the_budget_end_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

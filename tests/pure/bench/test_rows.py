@@ -8,7 +8,7 @@ import pytest
 from bench.__main__ import _print, _write
 from bench.cells import Found
 from bench.matrix import STRATEGIES, TOPOLOGIES, Cell, Topology, make_cells
-from bench.rows import _over_links, choices_of, make_rows, noise_of, shown, summarise
+from bench.rows import _over_links, choices_of, make_rows, summarise
 from lab import LabError
 from tests.pure.measure.probed import BATCH, MESH, raw
 from zeromesh.errors import InputError, MeshError
@@ -52,20 +52,6 @@ def test_the_simulator_is_fed_by_the_probe_alone():
     assert row.step_s == 0.1 and row.error == pytest.approx(expected.step_s / 0.1 - 1)
 
 
-def test_bytes_and_rounds_of_a_row():
-    """Out of a node go the bytes that its two ranks send over the cluster axis; counted bytes are set beside them."""
-    (cell,) = make_cells([TREE], ["node=0,cluster=0"], [BATCH])
-    (row,) = rows_of({cell: [0.1]}, link_bytes=[3.0])
-    assert row.predicted_link_bytes == (2 * row.predicted_bytes["cluster"],)
-    assert "3 B" in next(iter(shown([row])))[-1]
-    # Seconds are medians over all steps, and the spread is that of the rounds.
-    (cell,) = make_cells([TREE], ["node=3,cluster=1"], [BATCH])
-    (row,) = rows_of({cell: [0.1, 0.3, 0.2]})
-    assert row.step_s == pytest.approx(0.27) and row.link_bytes == (1e6,)
-    assert row.rounds == {0: 0.1, 1: 0.3, 2: 0.2} and row.spread == pytest.approx(2.0)
-    assert next(iter(shown([row])))[5] == "200%"
-
-
 def test_layouts_are_compared_round_by_round(tmp_path, capsys):
     cells = make_cells([TREE], ["node=0,cluster=0", "node=3,cluster=1", "node=3,cluster=3"], [BATCH])
     rows = rows_of(dict(zip(cells, ([0.1, 0.2], [0.11, 0.18], [0.9, 0.9]), strict=True)))
@@ -82,12 +68,6 @@ def test_layouts_are_compared_round_by_round(tmp_path, capsys):
     summary = json.loads((tmp_path / "bench.json").read_text())["summary"]
     assert f"median error of 3 step times: {summary['median_error']:.1%};" in out
     assert f"within 3 % of it, in {summary['right']} of 1 settings" in out
-
-
-def test_a_noisy_probe_is_said():
-    assert noise_of(TREE, {"probe": raw()}) == []
-    noisy = noise_of(TREE, {"probe": raw(loaded=3.0)})
-    assert len(noisy) == 6 and noisy[0].startswith(f"probe of {TREE}: all_gather over node: the first and the second")
 
 
 def test_parts_of_a_level_share_its_links():
@@ -135,17 +115,6 @@ def test_the_whole_matrix():
     assert [(c.topology, c.strategy) for c in cells] == [("node=2", "node=3"), ("cluster=2,node=2", "node=3,cluster=1")]
     presets = make_cells(["node=2", "cluster=2,node=2"], ["zero3"], BATCHES[:1])
     assert [cell.strategy for cell in presets] == ["node=3", "node=3,cluster=3"]
-
-
-def test_levels_of_topologies():
-    assert Topology(text="2@200mbit,2@1gbit,2").axes == (("package", 2), ("node", 2), ("cluster", 2))
-    assert Topology(text="cluster=2,node=4").axes == (("node", 4), ("cluster", 2))
-    assert Topology(text="2@200mbit,4").mesh == {"cluster": 2, "node": 4}
-    assert Topology(text="2@200mbit,1").mesh == {"node": 2}
-    for text in TOPOLOGIES:
-        axes = Topology(text=text).axes
-        for strategy in STRATEGIES[len(axes)]:
-            assert [term.partition("=")[0] for term in strategy.split(",")] == [name for name, _ in axes]
 
 
 @pytest.mark.parametrize(

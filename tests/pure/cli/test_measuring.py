@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from math import prod
 from typing import Any
 
 import pytest
@@ -137,23 +135,3 @@ def test_processes_that_do_not_know_of_each_other_start_nothing(monkeypatch, zer
         assert not any(tmp_path.iterdir())
         monkeypatch.setenv(count, "1")
         assert mesh_of("node=8", 0) == {"node": 8}
-
-
-def test_ranks_that_are_started_here_are_one_for_each_device(monkeypatch):
-    for devices, cores, ranks in ((16, 6, 16), (1, 6, 1), (0, 6, 6), (0, 1, 2), (0, 192, 8)):
-        monkeypatch.setattr("zeromesh.launch.device.visible_devices", lambda devices=devices: devices)
-        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        assert prod(mesh_of("", 0).values()) == ranks
-
-
-def test_overlap_of_the_ablation(zeromesh):
-    """AMSP's: the less is hidden, the longer the step; the bytes are the same."""
-    setting = "simulate --model gpt2 --cluster a100-8x-100g --world 16 --seq-len 512 --global-batch-tokens 65536"
-    setting += " --micro-batch 4 --strategy zero3 --json --overlap"
-    found = [json.loads(zeromesh(*setting.split(), overlap)[1]) for overlap in ("none", "gather", "all")]
-    exposed = [one["exposed_comm_s"] for one in found]
-    assert exposed[0] > exposed[1] > exposed[2]
-    assert [one["step_s"] for one in found] == sorted((one["step_s"] for one in found), reverse=True)
-    assert found[0]["axes"] == found[2]["axes"]
-    code, _, error = zeromesh(*setting.split(), "some")
-    assert code == 2 and "--overlap must be one of all, gather, none" in error

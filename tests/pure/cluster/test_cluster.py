@@ -80,20 +80,15 @@ MEMORY, PEAK = 'memory = "80 GB"', 'bf16 = "312 TFLOP/s"'
     ("old", "new", "message"),
     [
         (MEMORY, "", r"device\.memory: is missing; expected bytes with a unit"),
-        (MEMORY, 'memory = "80"', r"device\.memory: .*the unit is missing"),
-        (MEMORY, "memory = 80", r"device\.memory: .*write the unit, as a string"),
         (MEMORY, 'memory = "-80 GB"', r"device\.memory: expected a finite value above zero"),
         (MEMORY, f"{MEMORY}\ncores = nan", r"device\.cores: expected a finite value above zero"),
-        (MEMORY, f"{MEMORY}\ncores = inf", r"device\.cores: expected a finite value above zero"),
         ("size = 128", "size = 1\nshares = { all_reduce = nan }", r"level\[1\]\.shares\.all_reduce: expected a finite"),
         (MEMORY, 'memroy = "80 GB"', r"device\.memroy: unknown key; did you mean memory"),
-        (PEAK, 'bf17 = "312 TFLOP/s"', r"device\.peak\.bf17: unknown key; did you mean bf16"),
         ("[device]", 'host_memory = "0 GB"\n[device]', r"host_memory: expected a finite value above zero"),
         (PEAK, "", r"device\.peak: expected a rate by dtype"),
         ('latency = "15 us"', 'latency = "-15 us"', r"level\[1\]\.latency: expected a finite time of zero or more"),
         ('bandwidth = "100 GB/s"', 'bandwidth = "100 GB"', r"level\[1\]\.bandwidth: .*unknown unit 'GB'"),
         ("size = 128", "size = 0", r"level\[1\]\.size: expected a whole number of at least 1"),
-        ("size = 128", "size = true", r"level\[1\]\.size: expected a whole number"),
         ('name = "cluster"', 'name = "node"', "levels must have distinct names, node stands twice"),
         ('name = "cluster"', 'name = "clus ter"', r"level\[1\]: level 'clus ter': a name must consist of letters"),
         (
@@ -101,9 +96,7 @@ MEMORY, PEAK = 'memory = "80 GB"', 'bf16 = "312 TFLOP/s"'
             'size = 128\nkind = "nvlnk"',
             r"level\[1\]: .*kind must be one of .*ethernet.*got 'nvlnk': did you mean nvlink",
         ),
-        ('latency = "15 us"', 'latency = "1e999 s"', r"level\[1\]\.latency: expected a finite time"),
         (PEAK, f'{PEAK}\n[device.achievable]\nbf16 = "2712 TFLOP/s"', r"achievable .* of the peak, so bf16 needs"),
-        (PEAK, f'{PEAK}\n[device.achievable]\nfp32 = "1 TFLOP/s"', r"so fp32 needs a peak of at least .*, got none"),
         ("[device]", "[device", "not valid TOML"),
         (GOOD[GOOD.index("[[level]]") :], "", r"level: is missing; expected one \[\[level\]\] table per level"),
     ],
@@ -179,19 +172,6 @@ def test_what_a_file_leaves_out_of_a_known_device_is_filled_in(tmp_path, old, ne
     assert (device.memory_bytes_per_s, device.achievable()) == (bandwidth, achievable)
 
 
-def test_the_documented_file_is_the_preset(tmp_path):
-    """A user who copies the example gets the same predictions as from the catalogue."""
-    path = tmp_path / "mine.toml"
-    path.write_text(GOOD)
-    read, known = read_cluster(path), preset("a800-8x-hdr")
-    assert (read.device, read.axes) == (replace(known.device, peak_flops={"bf16": 312e12}), known.axes)
-    for index in range(2):
-        assert read.link_kind(index) == known.link_kind(index)
-        assert replace(read.levels[index], kind="other", ports=None) == replace(
-            known.levels[index], kind="other", ports=None
-        )
-
-
 def test_optional_keys_and_odd_text_are_read_back():
     cluster = preset("gloo-laptop")
     level = replace(
@@ -262,16 +242,6 @@ def test_clusters_lists_every_preset_and_prints_one_with_its_sources(monkeypatch
     assert "did you mean a800-8x-hdr" in capsys.readouterr().err
 
 
-def test_the_list_shows_memory_peaks_and_rates_in_80_columns(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    lines = run().splitlines()
-    assert all(len(line) <= 80 for line in lines)
-    start = lines.index("gb300-nvl72  GB300 NVL72: racks of 72 on NVLink, an XDR InfiniBand NIC per GPU")
-    text = " ".join(line.strip() for line in lines[start + 1 : start + 3])
-    memory = "GB300-278GB: 278 GB, 17 TB a machine"
-    assert text == f"{memory}, bf16 2.5 PFLOP/s, fp8 5 PFLOP/s, rack 72 x 900 GB/s, cluster 128 x 7.2 TB/s"
-
-
 def test_a_cloud_s_name_of_its_machines_is_a_preset_s_other_name():
     assert preset("p5en").name == "h200-8x-efa"
     assert {preset(name).device.name for name in ("p4d", "p5", "p6-b200", "p6e-gb200")} == {
@@ -284,9 +254,3 @@ def test_a_cloud_s_name_of_its_machines_is_a_preset_s_other_name():
     assert (p4d.host_memory_bytes, p4d.take(4).host_memory_bytes) == (1152 * 2**30, 1152 * 2**30)
     assert [p4d.machine_devices, p4d.cut(inner=2).machine_devices, p4d.take(4).machine_devices] == [8, 8, 4]
     assert preset("frontier-mi250x").machine_devices == 8  # two on each of four packages
-
-
-def test_a_link_is_as_fast_as_its_slower_direction():
-    slower = parse_cluster(GOOD.replace('latency = "6 us"', 'latency = "6 us"\ndown = "40 Gbit/s"'))
-    assert slower.levels[0].bandwidth_bytes_per_s == 5e9
-    assert parse_cluster(cluster_toml(slower)) == slower

@@ -169,24 +169,6 @@ def test_the_file_holds_what_the_script_finds(fit):
     assert (inside_s, between_s) == (pytest.approx(3.4e-6, rel=0.01), pytest.approx(14e-6, rel=0.01))
 
 
-def test_the_fit_reads_micro_benchmarks_and_the_named_rows_alone(fit):
-    opened = []
-    read = fit.rows
-
-    def rows(name, folder="calibration"):
-        opened.append((folder, name))
-        return read(name, folder)
-
-    fit.rows = rows
-    try:
-        samples = [*fit._foundry_samples(), *fit._galvatron_samples()]
-        fit.link_shares(), fit.tuning(), fit.cited(), list(fit._a100_all_reduces())
-    finally:
-        fit.rows = read
-    assert {name for folder, name in opened if folder == "published"} == {"llm_foundry_mpt_a100"}
-    assert len(samples) == 45
-
-
 def test_the_compute_constants_fit_their_rows(fit):
     """Shipped constants against the rows they were fitted on: a half of them within 2 %, all but one within 12 %."""
     from zeromesh.cost import default_constants

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +59,6 @@ def test_lines_of_metrics(tmp_path: Path) -> None:
     assert table[-1] == "predicted and measured differ; the largest of 2 devices is shown"
 
 
-def test_the_table_has_the_host_s_memory_and_copies_apart() -> None:
-    hosted = [[replace(line, place="host", predicted_bytes=70) for line in ranks] for ranks in MEMORY]
-    line = TrafficLine(axis="host", size=1, stage="0", predicted_bytes=5, sent_bytes=5, collectives=1, direction="up")
-    table = comparison([*MEMORY, *hosted], [[line], [replace(line, direction="down", sent_bytes=7)]]).splitlines()
-    titles = [text.split("  ")[0] for text in table if text.startswith("bytes")]
-    assert titles == ["bytes of one device", "bytes of its host", "bytes one device sends a step, by axis"]
-    assert [text.split()[1:] for text in table if text.startswith("parameters")] == [["60", "70"], ["70", "70"]]
-    assert [text.split() for text in table if text.startswith("host")] == [
-        ["host:", "copied", "up", "5", "5"],
-        ["host:", "copied", "down", "5", "7"],
-    ]
-
-
 def test_resumed_run_drops_steps_it_will_repeat_and_a_line_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 1')
@@ -120,19 +106,6 @@ def test_a_disk_that_stays_full_ends_nothing(tmp_path: Path, rewinds: bool) -> N
     assert len(caught) == 2 - rewinds, "one a file; without steps there is no page"
 
 
-def test_lines_come_now_and_then_and_time_left_ignores_one_slow_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with closing(report(tmp_path, steps=100)) as run:
-        run.append(metrics(1, loss=2.0, step_s=60.0))
-        for step in range(2, 101):
-            run.append(metrics(step))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "step   1/100  loss 2.000  grad norm 1  640 tokens/s  1:39:00 left"
-    assert lines[1].startswith("step   5/100") and lines[1].endswith("0:10 left")
-    assert lines[-1].endswith("0:00 left") and len(lines) == 21
-
-
 def test_the_page_has_earlier_starts_this_one_and_no_step_that_was_taken_back(tmp_path: Path) -> None:
     before = {"step": 1, "loss": 9.0, "eval_loss": 8.0, "tokens": 100, "tokens_per_s": 50.0, "step_s": 2.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(before) + "\n")
@@ -167,19 +140,6 @@ def test_a_run_that_goes_on_has_a_page_and_a_start_without_steps_leaves_it(
 def chart(places: list[int], *values: list[float], from_zero: bool = True) -> CurveChart | None:
     series = [Series(name=f"s{i}", colour="compute", values=some) for i, some in enumerate(values)]
     return curve_chart("key", "title", places, series, "{:.3g}".format, x_name="step", from_zero=from_zero)
-
-
-def test_points_lie_on_the_axes_that_are_drawn() -> None:
-    found = chart([10, 20, 30], [2.0, 4.0, 1.0], [math.nan, 3.0, math.nan])
-    assert found is not None
-    first, second = found.curves
-    zero, four = (tick.at for tick in found.y_ticks if tick.label in ("0", "4"))
-    assert zero == 100.0 and first.line[1] == (50.0, pytest.approx(four))
-    assert [x for x, _ in first.line] == [0.0, 50.0, 100.0]
-    assert second.line == ((50.0, pytest.approx((zero + 3 * four) / 4)),)
-    assert [span.label for span in found.spans] == ["step 10: s0 2", "step 20: s0 4, s1 3", "step 30: s0 1"]
-    assert sum(span.width for span in found.spans) == pytest.approx(100)
-    assert not found.caption and not first.band
 
 
 def test_long_runs_and_no_finite_numbers() -> None:

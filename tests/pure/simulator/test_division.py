@@ -61,25 +61,6 @@ def exposed(simulation: Simulation, axis: str, name: str) -> float:
     return sum(seconds for on, what, seconds in simulation.exposed if (on, what) == (axis, name))
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy", "micro_batch", "world", "step_s", "memory_bytes"),
-    [
-        ("llama-7b", "node=3,cluster=1", 2, 64, 1.1691284115871434, 24134362711.04),
-        ("mixtral-8x7b", "node=2,cluster=0", 1, 64, 4.849566389914466, 207107566054.4),
-        ("gpt2", "node=0,cluster=1", 4, 16, 0.045219325150605866, 8526229063.68),
-    ],
-)
-def test_with_every_degree_one_nothing_is_different(
-    name: str, strategy: str, micro_batch: int, world: int, step_s: float, memory_bytes: float
-) -> None:
-    """Figures of before degrees were there, to the last bit, with the times of kernels of sums, copies of gradients and
-    collectives in memory, which are counted since."""
-    workload = FixedWorkload(seq_len=1024, global_batch_tokens=1024 * world * 4, micro_batch=micro_batch)
-    found = simulate(model_preset(name), A800.take(world), strategy, workload)
-    assert (found.step_s, found.memory.total) == (step_s, memory_bytes)
-    assert not found.ranks and not str(found.parallel)
-
-
 # Tensor parallelism ---------------------------------------------------------------------------------------------------
 
 

@@ -96,17 +96,6 @@ def test_overlapped_reductions_have_the_slices_that_the_engine_has():
     assert work.cost == overlapped_cost(major, minor, slices)
 
 
-def test_overlap_can_be_taken_away_piece_by_piece():
-    taken: dict[str, bool] = {}
-    steps = []
-    for less in ([], ["refresh"], ["boundary"], ["gather", "reduce"]):
-        taken |= {f"overlap_{kind}": False for kind in less}
-        engine = replace(find_engine("amsp"), **taken)
-        steps.append(simulate(LLAMA, A800.take(64), "node[4]=3,node[2]=1,cluster=0", WORK, engine=engine).step_s)
-    assert steps == sorted(steps)
-    assert steps[3] > steps[0] * 1.1
-
-
 @pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=3,cluster=2"])
 def test_refreshes_that_all_start_with_the_step_lose_their_overlap_where_launch_order_is_kept(strategy):
     """A gather inside the node then waits for all refreshes between nodes. Ours start two units ahead, and the forward
@@ -227,15 +216,3 @@ def test_a_step_takes_as_long_as_its_host(strategy: str, engine: Mechanics) -> N
     sent = sum(event.kind == "communicate" for event in long.trace.events)  # one a transfer, on one level
     assert sent * 0.1 <= long.step_s <= sent * 0.1 + before.step_s
     assert stood_still(long) == pytest.approx(sent * 0.1, rel=0.02)
-
-
-def test_large_units_hide_their_host() -> None:
-    """All but the part before the first of them computes: the first gathers. A processor issues to itself."""
-    work = FixedWorkload(seq_len=4096, global_batch_tokens=4096 * 16 * 8)
-    steps = [
-        simulate(LLAMA, CLUSTER, "node=3,cluster=3", work, constants=default_constants().at("host_issue_s", issue_s))
-        for issue_s in (0.0, 1e-3)
-    ]
-    assert steps[0].step_s < steps[1].step_s < steps[0].step_s + 5e-3
-    processor = replace(CLUSTER, device=replace(CLUSTER.device, cores=1.0))
-    assert simulated("node=3,cluster=1", 0.1, processor) == simulated("node=3,cluster=1", 0.0, processor)

@@ -107,15 +107,6 @@ def test_every_chunk_is_even_and_begins_on_16_bytes(layout, numel):
         assert padded // layout.degree(axes) * 2 % 16 == 0 and padded % layout.degree(axes) == 0
 
 
-def test_the_picture_in_the_module():
-    layout = Layout.of("node=3,cluster=1", [("node", 2), ("cluster", 2)])
-    shards = [layout.shard(8, layout.significant, layout.coordinates(rank)) for rank in range(4)]
-    assert [layout.coordinates(rank) for rank in (1, 2)] == [{"node": 1, "cluster": 0}, {"node": 0, "cluster": 1}]
-    assert shards == [slice(0, 2), slice(4, 6), slice(2, 4), slice(6, 8)]
-    params = [layout.shard(8, layout.param_axes, layout.coordinates(rank)) for rank in range(4)]
-    assert params == [slice(0, 4), slice(4, 8), slice(0, 4), slice(4, 8)]
-
-
 @pytest.mark.parametrize(
     ("short", "long"),
     [("node=3d", "rack=0,node=3d,pod=0"), ("node[2]=3,node[2]=1", "rack=0,node[2]=3,node[2]=1,pod=0")],

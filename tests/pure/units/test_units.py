@@ -1,5 +1,3 @@
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,25 +43,6 @@ def test_parse(parse, text, value):
 def test_a_wrong_quantity_says_what_was_expected(parse, text, message):
     with pytest.raises(InputError, match=message):
         parse(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "formatted"),
-    [
-        (units.format_bytes(80e9), "80 GB"),
-        (units.format_bytes(999.9e9), "1 TB"),
-        (units.format_bytes(0), "0 B"),
-        (units.format_bytes(1234.0, digits=2), "1.2 kB"),
-        (units.format_seconds(0.0123), "12.3 ms"),
-        (units.format_seconds(1e-12), "0.001 ns"),
-        (units.format_seconds(12345.0), "12300 s"),
-        (units.format_seconds(math.inf), "inf s"),
-        (units.format_bytes_per_s(-2e9), "-2 GB/s"),
-        (units.format_flop_per_s(271.2e12), "271 TFLOP/s"),
-    ],
-)
-def test_format(text, formatted):
-    assert text == formatted
 
 
 PAIRS = [

@@ -6,14 +6,12 @@ from dataclasses import replace
 from math import prod
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from validation.allocated import AllocatedPeak
 from validation.assumptions import Point, assumptions, open_points
 from validation.claims import Claim, _claim
 from validation.row import Row, predicted_row
-from validation.score import percentile, score, spearman
+from validation.score import score, spearman
 from zeromesh.model import ModelSpec, Recomputation, UnitKind, preset
 from zeromesh.model.shape import MEGATRON
 
@@ -92,14 +90,6 @@ def test_scores():
     assert spearman([1, 1, 2], [5, 5, 9]) == pytest.approx(1)
     assert spearman([1, 2], [1, 2]) is None
     assert spearman([1, 1, 1], [1, 2, 3]) is None
-
-
-@given(st.lists(st.floats(0, 10), min_size=1), st.floats(0, 1))
-def test_a_percentile_lies_between_its_neighbours(values, share):
-    ordered = sorted(values)
-    assert ordered[0] <= percentile(ordered, share) <= ordered[-1]
-    assert percentile(ordered, 0) == ordered[0]
-    assert percentile(ordered, 1) == ordered[-1]
 
 
 TOKENS, WORLD = 4096, 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from validation.published import CHOICES, Assumptions, Ranked, answer, degrees_as_strategy
+from validation.published import CHOICES, Assumptions, Ranked, answer
 from zeromesh.cluster import find_cluster
 from zeromesh.model import Recomputation, preset
 
@@ -28,19 +28,6 @@ def chosen(ranking: list[Ranked]) -> str:
 def test_amsps_choices_come_out(model: str, world: int, choice: str, bucket_bytes: int) -> None:
     """With one set of assumptions for all three; the size of InternEvo's buckets does not decide."""
     assert chosen(amsp(model, world, assumptions=Assumptions(bucket_bytes=bucket_bytes))) == choice
-
-
-def test_what_amsps_choices_need() -> None:
-    """An fp32 gradient, 4 bytes: with 3.6 the cheaper (2,8,8) would do for 13B, with 4.5 7B would not fit."""
-    less, more = Assumptions(temporary_bytes=3.6), Assumptions(temporary_bytes=4.5)
-    assert chosen(amsp("llama-13b", 8, assumptions=less)) == "(2,8,8)"
-    assert chosen(amsp("llama-7b", 8, assumptions=more)) != "(1,1,8)"
-    for bytes_each in (3.71, 4.46):
-        assumptions = Assumptions(temporary_bytes=bytes_each)
-        for model, world, choice in AMSPS_CHOICES:
-            assert chosen(amsp(model, world, assumptions=assumptions)) == choice
-    # With the recomputation that 30B ran with, (4,4,32) fits and communicates less.
-    assert chosen(amsp("amsp-30b", 32, Recomputation.FULL)) == "(4,4,32)"
 
 
 def test_amsps_gradients_sharded_further_cost_all_micro_batches_but_the_last() -> None:
@@ -67,14 +54,6 @@ def test_amsps_memory_and_space() -> None:
         assert states % params == 0
         for degree in (params, grads, states):
             assert degree <= 8 or degree % 8 == 0
-
-
-def test_degrees_are_spelt_in_the_notation() -> None:
-    cluster = find_cluster("a800-8x-hdr")
-    assert degrees_as_strategy(cluster, 1, 1, 8) == "node[8]=1,cluster[128]=0"
-    assert degrees_as_strategy(cluster, 4, 4, 8) == "node[4]=3,node[2]=1,cluster[128]=0"
-    assert degrees_as_strategy(cluster, 8, 8, 32) == "node[8]=3,cluster[4]=1,cluster[32]=0"
-    assert degrees_as_strategy(cluster, 2, 16, 16) == "node[2]=3,node[4]=2,cluster[2]=2,cluster[64]=0"
 
 
 def test_mics_takes_the_smallest_group_that_fits() -> None:
