@@ -60,7 +60,7 @@ def predicted(schedule: Schedule, micro_batches: int) -> Trace:
     mechanics = find_engine("zeromesh")
     names = tuple(unit.name for unit in schedule.units)
     on_host = (any(b.buffer.trainable and "master" in b.on_host_kinds for b in unit) for unit in schedule.placed)
-    steps = [1e-3 * steps_there for steps_there in on_host] if schedule.memory.host else []
+    steps = [(1e-3 * steps_there, 0.0) for steps_there in on_host] if schedule.memory.host else []
     clock = ClockBackend(Chains(schedule, mechanics, model), mechanics, names, record=True, steps=steps)
     clock.begin_step()
     interpreter = Interpreter(schedule=schedule, backend=clock)
