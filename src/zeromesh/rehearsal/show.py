@@ -76,7 +76,8 @@ def _nothing_fails(rehearsals: Sequence[Rehearsal]) -> str:
 def _time(first: Rehearsal) -> str:
     host = f"the host needs {format_seconds(first.host_s)} a step on this machine"
     away = first.memory.host
-    if away is not None and any(line.kind == "optimizer" and line.allocated_bytes for line in away.kinds):
+    kinds = () if away is None or "step=device" in first.strategy else away.kinds
+    if any(line.kind == "optimizer" and line.allocated_bytes for line in kinds):
         host += ", beside the optimizer's step in its memory, which is not timed here (zeromesh simulate)"
     if first.step_s is None or first.exposed_s is None:
         return f"{host}; for the time of a step say which cluster: --cluster NAME (see `zeromesh clusters`)"
