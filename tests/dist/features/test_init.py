@@ -18,10 +18,14 @@ from torch.utils._pytree import tree_leaves
 
 import zeromesh as zm
 from tests.dist.parity import (
+    Net,
+    Pair,
+    close,
     mesh_of,
     mesh_of_world,
     net,
     next_token_loss,
+    same_params,
     same_state,
     tokens,
 )
@@ -218,7 +222,36 @@ def test_memory_that_one_rank_lacks_is_an_error_on_every_rank():
         zm.shard(net(), mesh_of(2, 2), "node=3,cluster=1")
 
 
+@on_ranks(2)
+def test_hugging_face_on_the_meta_device():
+    from tests.dist.features.test_huggingface import build
+
+    for kind in ("llama", "t5"):
+        expected = build(kind).float()
+        with torch.device("meta"):
+            model = build(kind).float()
+        torch.manual_seed(1)
+        zm.shard(model, mesh_of_world(), "node=3")
+        for (name, held), (_, value) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
+            close(held, value, name)
+        for name, value in zm.full_state_dict(model).items():
+            spread = expected.state_dict()[name].std(correction=0).item()
+            assert value.std(correction=0).item() == pytest.approx(spread, rel=0.5, abs=1e-9), name
+
+
 # ---- the first rank's values
+
+
+@pytest.mark.parametrize(("strategy", "others"), [("node=3,cluster=3", "meta"), ("node=0,cluster=1", "random")])
+@on_ranks(4)
+def test_weights_on_the_first_rank_only(strategy, others):
+    expected, model = net(), net()
+    if dist.get_rank():
+        torch.manual_seed(dist.get_rank())
+        model = model.to("meta") if others == "meta" else Net().double()
+    zm.shard(model, mesh_of(2, 2), strategy)
+    same_params(model, expected)
+    same_state(model, expected)
 
 
 @on_ranks(4)
@@ -254,6 +287,36 @@ def test_whole_state_of_dtypes_that_gloo_does_not_know():
         assert getattr(model, name).equal(value), name
     assert model(torch.tensor([3.0, 4.0])).tolist() == [4.0, 5.0]
     assert set(zm.full_state_dict(model)) == (set(state) if dist.get_rank() == 0 else set())
+
+
+@MODES
+@on_ranks(4)
+def test_a_change_by_hand_and_refresh(strategy):
+    """An average of the weights over steps, evaluated in place of the weights and taken back."""
+    pair = Pair(base=net(), strategy=strategy)
+    average = {n: p.detach().clone() for n, p in pair.plain.named_parameters()}
+    local = {n: p.local.clone() for n, p in pair.model.named_parameters()}
+
+    def evaluate(step: int) -> None:
+        for name, p in pair.plain.named_parameters():
+            average[name].lerp_(p.detach(), 0.3)
+        for name, p in pair.model.named_parameters():
+            local[name].lerp_(p.local, 0.3)
+        kept = {n: p.local.clone() for n, p in pair.model.named_parameters()}
+        with torch.no_grad():
+            for name, p in pair.model.named_parameters():
+                p.local.copy_(local[name])
+            zm.refresh(pair.model)
+            reference = copy.deepcopy(pair.plain)
+            reference.load_state_dict(average)
+            batch = tokens(step, 0, dist.get_rank())
+            close(pair.model(batch), reference(batch), "averaged model's output")
+            for name, p in pair.model.named_parameters():
+                p.local.copy_(kept[name])
+            zm.refresh(pair.model)
+            close(pair.model(batch), pair.plain(batch), "model's output afterwards")
+
+    pair.train(after_step=evaluate)
 
 
 # ---- the end

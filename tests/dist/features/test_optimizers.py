@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 import zeromesh as zm
-from tests.dist.parity import ONE_AXIS, STRATEGIES, Optimizers, Pair, check, close, net
+from tests.dist.parity import DEFERRED, ONE_AXIS, STRATEGIES, Pair, check, close, net
 from tests.dist.pool import on_ranks
 from zeromesh.engine.optim import ELEMENTWISE
 
@@ -43,17 +43,47 @@ def test_steps_as_on_plain_parameters(turn):
             check(net(num_blocks=1), strategy, micro_batches=1, make_optimizer=make)
 
 
-class InTurns(Optimizers):
-    """The second steps every other time: its units keep their copies while the others' are made anew."""
+def by_name_and_ndim(params: Any, model: nn.Module) -> list[dict[str, Any]]:
+    """Groups as training scripts make them: no decay for vectors, a rate of its own for the head."""
+    named = list(model.named_parameters())
+    head = [p for n, p in named if n.startswith("head")]
+    rest = [p for n, p in named if not n.startswith("head")]
+    return [
+        {"params": head, "lr": 0.1},
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": 0.5},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+    ]
 
-    def __init__(self, members: list[optim.Optimizer]) -> None:
-        super().__init__(members=members)
-        self.steps = 0
+
+@on_ranks(4)
+def test_groups_by_name_and_ndim():
+    for strategy in ("node=3,cluster=3", "node=0,cluster=1"):
+        pair = Pair(base=net(), strategy=strategy)
+        shapes = {name: tuple(p.shape) for name, p in pair.plain.named_parameters()}
+        assert {name: tuple(p.shape) for name, p in pair.model.named_parameters()} == shapes
+        models = iter((pair.plain, pair.model))
+        pair.train(make_optimizer=lambda p, m=models: optim.AdamW(by_name_and_ndim(p, next(m)), lr=0.01, fused=True))
+
+
+class Several:
+    """Several optimizers behind the methods that `Pair` calls of one."""
+
+    def __init__(self, optimizers: list[optim.Optimizer], every: list[int]) -> None:
+        self.optimizers, self.every, self.steps = optimizers, every, 0
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return {param: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
 
     def step(self) -> None:
-        for optimizer in self.members[: 2 - self.steps % 2]:
-            optimizer.step()
+        for optimizer, every in zip(self.optimizers, self.every, strict=True):
+            if self.steps % every == 0:
+                optimizer.step()
         self.steps += 1
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
@@ -66,9 +96,51 @@ def test_several_optimizers_over_their_own_units(strategy):
         model: Any = next(models)
         blocks = optim.AdamW(model.blocks.parameters(), lr=0.01)
         ends = [*model.embed.parameters(), *model.norm.parameters(), *model.head.parameters()]
-        return InTurns([blocks, optim.SGD(ends, lr=0.1, momentum=0.9)])
+        # The second one steps every other time: its units keep their copies while the others' are made anew.
+        return Several([blocks, optim.SGD(ends, lr=0.1, momentum=0.9)], [1, 2])
 
     pair.train(steps=3, make_optimizer=make)
+
+
+@on_ranks(2)
+def test_zeroed_gradients_and_schedules_of_learning_rates():
+    class Scheduled(optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1, momentum=0.9, weight_decay=0.1)
+            warmup, decay = (
+                optim.lr_scheduler.LinearLR(self, total_iters=2),
+                optim.lr_scheduler.ExponentialLR(self, 0.5),
+            )
+            schedule = optim.lr_scheduler.SequentialLR(self, [warmup, decay], [2])
+            self.register_step_post_hook(lambda *_: schedule.step())
+
+    base = net()
+    check(base, *ONE_AXIS, steps=4, make_optimizer=lambda p: zm.elementwise(Scheduled(p)), set_to_none=False)
+
+
+@on_ranks(4)
+def test_further_backwards_add_up():
+    """Without accumulate every backward is a last one, whose gradients are there to be seen; and after a last
+    micro-batch a further accumulation before the step may follow: nothing is reduced twice. Abandoned ones are
+    forgotten."""
+    for strategy, zero_grad in (("node=3,cluster=1", zm.zero_grad), (DEFERRED, lambda model: model.zero_grad())):
+        pair = Pair(base=net(), strategy=strategy)
+        optimizers = [optim.AdamW(m.parameters(), lr=0.01) for m in (pair.plain, pair.model)]
+        with zm.accumulate(pair.model, last=False):
+            pair.micro_backward(7, 0)
+        zero_grad(pair.model)
+        for step in range(2):
+            for micro in range(2):
+                pair.plain_backward(step, [micro])
+                pair.micro_backward(step, micro)
+                pair.same_grads()
+            pair.plain_backward(5 + step)
+            pair.backward(5 + step)
+            pair.same_grads()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            pair.same_params()
 
 
 @on_ranks(4)

@@ -18,11 +18,14 @@ from tests.dist.parity import (
     Pair,
     Part,
     Unit,
+    adamw,
     check,
     mean_square,
     mesh_of,
     net,
     next_token_loss,
+    sgd,
+    sharded_params,
     tokens,
     vectors,
 )
@@ -32,6 +35,29 @@ from zeromesh.errors import ModelError
 from zeromesh.schedule.program import PointKind
 
 # ---- frozen
+
+
+def freeze_all_but(*keep: str) -> Any:
+    def freeze(model: nn.Module) -> None:
+        for name, param in model.named_parameters():
+            param.requires_grad_(any(part in name for part in keep))
+
+    return freeze
+
+
+@on_ranks(2)
+def test_frozen_parameters():
+    for keep, strategies in (
+        (("down", "norm"), ONE_AXIS),
+        (("blocks.1",), ("node=3d",)),
+        (("head",), ("node=3",)),
+        (("embed",), ("node=0",)),
+    ):
+        for pair in check(net(), *strategies, prepare=freeze_all_but(*keep)):
+            frozen = [p for p in pair.model.parameters() if not p.requires_grad]
+            assert frozen and all(p.grad is None for p in frozen)
+            buffers = [b for unit in engine_of(pair.model).units for b in unit.buffers if not b.spec.trainable]
+            assert all(b.master is None and b.grads is None and b.waiting is None for b in buffers)
 
 
 class LoRA(nn.Module):
@@ -53,6 +79,16 @@ def with_lora(num_blocks: int = 3) -> Net:
     for block in model.blocks:
         block.up, block.down = LoRA(block.up).double(), LoRA(block.down).double()  # type: ignore[assignment]
     return model
+
+
+@on_ranks(4)
+def test_lora():
+    for pair in check(with_lora(), "node=3d,cluster=1", "node=3,cluster=3k"):
+        optimizer = adamw(p for p in pair.model.parameters() if p.requires_grad)
+        next_token_loss(pair.model, tokens(0, 0, dist.get_rank())).backward()
+        optimizer.step()
+        trainable = {name for name, p in pair.plain.named_parameters() if p.requires_grad}
+        assert len(optimizer.state) == len(trainable) == 12
 
 
 @on_ranks(4)
@@ -90,7 +126,7 @@ def test_changing_what_is_frozen_after_sharding_is_refused():
 
 
 class Tied(Net):
-    """Ties across units (embedding and head, a module of the first and last block) and within one."""
+    """Ties across units (embedding and head, a weight of the first and last block) and within one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,15 +136,46 @@ class Tied(Net):
 
 
 @on_ranks(2)
-def test_tied_weights_are_one_parameter_in_one_place():
-    for pair in check(Tied().double(), "node=3", "node=0"):
+def test_tied_weights():
+    torch.manual_seed(0)
+    for pair in check(Tied().double(), *ONE_AXIS):
+        params = sharded_params(pair.model)
+        assert params["head.weight"] is params["embed.weight"]
         assert pair.model.head.weight is pair.model.embed.weight
+        assert len(list(pair.model.parameters())) == len(list(pair.plain.parameters()))
+        # The root's, or of the unit that takes over its parameters; one place for both names.
         infos = [place.info for unit in engine_of(pair.model).units for b in unit.buffers for place in b.places]
         assert [info.names for info in infos if "embed.weight" in info.names] == [("embed.weight", "head.weight")]
-        assert len(infos) == len({info.names[0] for info in infos}) == len(list(pair.plain.parameters()))
+        assert len(infos) == len({name for info in infos for name in info.names[:1]})
 
 
 # ---- dtypes and sizes
+
+
+class Mixed(nn.Module):
+    """fp64 and fp32 parameters in one unit, frozen ones of both dtypes among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(6, 6).double()
+        self.narrow = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(6), requires_grad=False)
+        self.shift = nn.Parameter(torch.zeros(6).double(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow = self.narrow(self.wide(x).float()) * self.scale
+        return torch.tanh(narrow.double() + self.shift) + x
+
+
+@on_ranks(2)
+def test_dtypes_mixed_in_a_unit():
+    torch.manual_seed(0)
+    base = nn.Sequential(Mixed(), Mixed(), Mixed())
+    arguments = {"loss_of": mean_square, "data_of": vectors(6), "bound": 2e-6}
+    for pair in check(base, *ONE_AXIS, make_optimizer=sgd, **arguments):
+        assert {len(unit.buffers) for unit in engine_of(pair.model).units if unit.buffers} == {4}
+        found, dtypes = (dict(model.named_parameters()) for model in (pair.model, base))
+        assert {name: p.dtype for name, p in found.items()} == {name: p.dtype for name, p in dtypes.items()}
 
 
 class Sizes(nn.Module):

@@ -192,6 +192,28 @@ def test_compute_dtype_master_dtype_and_the_dtypes_of_inputs(strategy, dtype):
     assert all(after[name].dtype == torch.float32 and not after[name].equal(before[name]) for name in after)
 
 
+@on_ranks(4)
+def test_updates_too_small_for_the_compute_dtype_add_up():
+    """Masters exist for this: 1/4096 is less than half of bf16's spacing at 1."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for param in model.parameters():
+        nn.init.ones_(param)
+    zm.shard(model, mesh_of(2, 2), "node=3,cluster=1", param_dtype="bf16")
+    optimizer = optim.SGD(model.parameters(), lr=2**-12)
+    for _ in range(32):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.zero_grad()
+    values = {value for param in model.parameters() for value in param.local.tolist()}
+    assert values <= {1 - 32 * 2**-12}
+    with torch.no_grad():
+        # 1 - 2**-7 has an exact bf16, so the compute copies are just that.
+        x = torch.ones(1, 4)
+        weight = 1 - 2**-7
+        assert model[0](x).tolist() == [[torch.tensor(5 * weight).bfloat16().item()] * 4]
+
+
 class Quantised(nn.Module):
     """A frozen weight of few bits with its scales, beneath adapters, as QLoRA has it; recomputed in the backward."""
 

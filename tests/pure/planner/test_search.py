@@ -19,7 +19,7 @@ from zeromesh.planner.known import known_strategies
 from zeromesh.planner.space import Space
 from zeromesh.simulator import simulate
 from zeromesh.simulator.units import schedule_units
-from zeromesh.strategy import Plan, Strategy
+from zeromesh.strategy import Plan, Stage, Strategy
 
 WORKLOAD = Workload(seq_len=256, global_batch_tokens=256 * 16 * 2)
 
@@ -92,6 +92,22 @@ def test_the_gap_is_honest() -> None:
         assert short.best.step_s * (1 - short.gap) <= whole.best.step_s * (1 + 1e-12)
 
 
+def test_splits_and_wires_only_help() -> None:
+    cluster = small_cluster(4, 2, memory_bytes=2.0e9, outer_bytes_per_s=1e9)
+    times = []
+    for more in ({"splits": "none"}, {"splits": "once"}, {"splits": "all"}, {"splits": "all", "wires": "any"}):
+        options = Options(max_simulations=None, front=0, **more)  # type: ignore[arg-type]  # a literal each
+        times.append(search(small_model(), cluster, WORKLOAD, options=options)[0].best.step_s)
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < times[0]
+    # Lossless never quantises.
+    cluster = small_cluster(4, 4, outer_bytes_per_s=0.2e9)
+    lossless, _ = search(small_model(), cluster, WORKLOAD)
+    lossy, _ = search(small_model(), cluster, WORKLOAD, options=Options(wires="any"))
+    assert not any(estimate.candidate.strategy.quantised for estimate in lossless.ranked)
+    assert lossy.best.candidate.strategy.quantised
+
+
 def test_nothing_fits_says_the_smallest_and_how_many_devices_would_do() -> None:
     cluster = find_cluster("a800-8x-hdr").take(8)
     workload = Workload(seq_len=2048, global_batch_tokens=2048 * 8)
@@ -147,6 +163,36 @@ def test_another_engine_s_offload_is_searched_as_far_as_it_goes() -> None:
         search(model, small_cluster(4, memory_bytes=1.0e9), workload, engine="fsdp")
     with pytest.raises(NothingFitsError, match=r"not searched for processors, whose memory is the host's$"):
         search(model, on_cores(small_cluster(4, memory_bytes=0.1e9)), workload)
+
+
+def test_a_large_model_on_small_devices_takes_what_a_machine_has_of_memory() -> None:
+    """Where something fits without the host it is searched only if asked for, and not recommended for nothing."""
+    small = find_cluster("rtx4090-8x-10g").take(4)
+    workload = Workload(seq_len=2048, global_batch_tokens=1 << 16)
+    answers = {}
+    for name, machine_bytes in (("llama-7b", 128e9), ("llama-7b", 96e9), ("llama-13b", 256e9)):
+        planned = plan(
+            preset(name), replace(small, host_memory_bytes=machine_bytes), workload, options=Options(splits="none")
+        )
+        best, strategy = planned.best.simulation, planned.best.candidate.strategy
+        answers[name, machine_bytes] = best.strategy.partition(",")[0]
+        assert best.fits and machine_bytes * 0.7 < best.machine_memory_bytes < machine_bytes * 0.95
+        (choice,) = simulate_choices(preset(name), small, workload, strategy)
+        assert choice.simulation.step_s == best.step_s
+        assert strategy.step == "device" and abs(planned.host_s) / best.step_s < 0.02  # four ranks share one memory
+        assert [reason.strategy for reason in planned.why][-1].startswith(f"host={strategy.host.value},node=3")
+    assert [*answers.values()] == ["host=2", "host[90%]=1", "host=3"]
+    with pytest.raises(
+        NothingFitsError,
+        match=r"llama-13b fits on 4 x RTX-4090.* is node=3,.*would fit with 234.3 GB of a machine's memory, of which "
+        r"121.6 GB are usable \(95% of 128 GB\)$",
+    ):
+        plan(preset("llama-13b"), replace(small, host_memory_bytes=128e9), workload)
+    found, _ = search(small_model(), TIGHT, WORKLOAD)
+    assert {estimate.candidate.strategy.host for estimate in found.ranked} == {Stage.ZERO}
+    planned = plan(small_model(), TIGHT, WORKLOAD, options=Options(host="any"))
+    assert planned.best.candidate.strategy.host is Stage.ZERO and planned.host_s == 0.0
+    assert planned.found.searched == 5 * found.searched
 
 
 @pytest.mark.parametrize(
@@ -232,6 +278,14 @@ def test_known_strategies_go_by_levels_of_several_members() -> None:
     assert found[1] == f"{names[0]}=3,{names[1]}=0,{names[2]}[2]=3,{names[2]}[*]=0"
 
 
+def test_sums_and_masters_of_fp64_are_fp64() -> None:
+    """As the engine has them, whichever are asked for."""
+    works = [replace(WORKLOAD, param_dtype=dtype).fixed(1, Recomputation.NONE) for dtype in ("fp64", "fp32")]
+    assert (works[0].grad_dtype, works[0].master_dtype) == ("fp64", "fp64")
+    double, single = (simulate(small_model(), small_cluster(2, 2), "node=1,cluster=1", w).memory for w in works)
+    assert double.grads == 2 * single.grads and double.optimizer == 2 * single.optimizer
+
+
 def test_the_why_agrees_with_the_numbers() -> None:
     cluster = find_cluster("a800-8x-hdr").take(64)
     planned = plan(preset("llama-13b"), cluster, Workload(seq_len=4096, global_batch_tokens=4096 * 64 * 4), within=0)
@@ -253,3 +307,13 @@ def test_the_why_agrees_with_the_numbers() -> None:
     assert len(front) >= 3 and front == sorted(front)
     assert [step for _, step in front] == sorted((step for _, step in front), reverse=True)
     assert planned.front[-1].step_s == planned.found.best.step_s
+
+
+def test_other_engines_are_planned_without_a_proof() -> None:
+    """Their collectives span several axes at once: bounds axis by axis do not hold, compute alone does."""
+    cluster = small_cluster(4, 4, outer_bytes_per_s=2e9)
+    found, evaluator = search(small_model(), cluster, WORKLOAD, engine="fsdp")
+    assert evaluator.simulation(found.best.candidate).engine == "fsdp"
+    assert found.bound_s <= evaluator.simulation(found.best.candidate).compute_s
+    with pytest.raises(InputError, match="the bounds do not hold for fsdp"):
+        search(small_model(), cluster, WORKLOAD, engine="fsdp", options=Options(max_simulations=None))

@@ -13,6 +13,7 @@ import zeromesh as zm
 from tests.pure.planner.setups import small_cluster, small_model
 from zeromesh import planner
 from zeromesh.report import notebook
+from zeromesh.trace import Lines, MemoryLine, TrafficLine
 
 WORK = zm.Workload(seq_len=256, global_batch_tokens=256 * 16 * 4)
 
@@ -51,6 +52,15 @@ def test_plans_choices_and_traces_show_their_pages(planned: planner.Planned) -> 
     assert 'data-resource="compute"' in shown(planned.trace)
     bare = zm.Plan(strategy=zm.Strategy.parse("node=3"), mesh=(("node", 8),))
     assert "node=3" in shown(bare) and 'id="memory"' not in shown(bare)
+
+
+def test_reports_are_tables() -> None:
+    lines = Lines([MemoryLine(kind="params", predicted_bytes=1000, allocated_bytes=1024)])
+    assert repr(lines).splitlines()[1].split() == ["params", "1,000", "1,024", "device"]
+    assert len({len(line) for line in repr(lines).splitlines()}) == 1
+    traffic = Lines([TrafficLine(axis="<node>", size=2, stage="3", predicted_bytes=5, sent_bytes=5, collectives=1)])
+    assert "direction" not in repr(traffic)  # the host's alone
+    assert "<td>&lt;node&gt;</td>" in traffic._repr_html_() and repr(Lines()) == ""
 
 
 def test_names_of_the_package_bring_the_pages_where_ipython_runs() -> None:

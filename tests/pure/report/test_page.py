@@ -5,14 +5,21 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import struct
 import subprocess
+import zlib
+from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 import pytest
 
 from tests.pure.planner.setups import small_cluster, small_model
-from zeromesh.planner import Planned, Workload, plan
-from zeromesh.report import plan_page
+from zeromesh.cluster import find_cluster
+from zeromesh.model import Recomputation, preset
+from zeromesh.planner import Planned, Workload, plan, simulate_choices
+from zeromesh.report import plan_page, simulation_page
+from zeromesh.report.build import search_note, traffic_table
 from zeromesh.report.page import (
     Bar,
     Curve,
@@ -31,6 +38,7 @@ from zeromesh.report.page import (
     Tick,
     Timeline,
 )
+from zeromesh.strategy import Strategy
 
 GOLDEN = Path(__file__).with_name("golden.html")
 
@@ -135,3 +143,106 @@ def test_a_browser_shows_the_plan(browser: str, planned: Planned, tmp_path: Path
         assert reason.strategy in dom
     rows = re.findall(r"<tr>", dom)
     assert len(rows) == 2 + len(planned.candidates) + len(best.axes)
+
+
+def test_nothing_is_wider_than_a_phone(browser: str, planned: Planned, tmp_path: Path) -> None:
+    """Tables scroll by themselves. The page has no script, so one around it measures."""
+    deep = find_cluster("frontier-mi250x").take(64)
+    work = Workload(seq_len=4096, global_batch_tokens=64 * 4096)
+    strategy = Strategy.parse("package=3,node[2]=3,node[2]=2,cluster[4]=2,cluster[*]=0")
+    pages = plan_page(planned), simulation_page(simulate_choices(preset("llama-7b"), deep, work, strategy), deep)
+    for number, html in enumerate(pages):
+        around = tmp_path / f"{number}.html"
+        measure = "document.title = document.querySelector('iframe').contentDocument.documentElement.scrollWidth"
+        frame = f'<iframe srcdoc="{escape(html)}" style="width: 360px; border: 0"></iframe>'
+        around.write_text(f"<title></title>{frame}<script>onload = () => {{ {measure} }}</script>")
+        dom = run_browser(browser, around, tmp_path / "profile", "--dump-dom")
+        assert "<title>360</title>" in dom
+
+
+def test_terms_are_explained_and_points_labelled_where_they_stand(planned: Planned) -> None:
+    html = plan_page(planned)
+    for term in ("MFU", "exposed", "activations", "stage", "strategy"):
+        assert re.search(rf'<abbr tabindex="0" title="[^"]+">{term}</abbr>', html), term
+    assert html.count("<li>") == len(planned.front) and f"<b>{len(planned.front)}</b></span>" in html
+
+
+def test_a_screenshot_has_bars_points_and_lanes(browser: str, planned: Planned, tmp_path: Path) -> None:
+    """The colours of memory, of the front's best point and of both kinds of work are on the screen, at sizes that bars
+    and lanes have: a page whose style is broken shows none of them."""
+    page, image = tmp_path / "plan.html", tmp_path / "plan.png"
+    page.write_text(plan_page(planned))
+    options = (f"--screenshot={image}", "--window-size=760,1400", "--force-prefers-color-scheme=light")
+    run_browser(browser, page, tmp_path / "profile", *options)
+    width, height, pixels = read_png(image.read_bytes())
+    assert (width, height) == (760, 1400)
+    colours = {"activations": "d1605e", "compute": "2f6fb7", "communicate": "e08a2b", "best": "2e7d4f"}
+    counts = {name: pixels.count(bytes.fromhex(colour)) for name, colour in colours.items()}
+    assert counts["activations"] > 5000, counts  # bars are 22 pixels high
+    assert counts["compute"] > 2000 and counts["communicate"] > 500, counts
+    assert 50 < counts["best"] < 1000, counts  # a disc of 14 pixels
+    assert pixels.count(b"\xff\xff\xff") > 0.5 * width * height
+
+
+def read_png(data: bytes) -> tuple[int, int, list[bytes]]:
+    """An 8-bit RGB or RGBA image, as browsers write them (PNG specification, sections 5 and 9)."""
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height, depth, colour = struct.unpack(">IIBB", data[16:26])
+    assert depth == 8
+    channels = {2: 3, 6: 4}[colour]
+    at, compressed = 8, b""
+    while at < len(data):
+        (length,) = struct.unpack(">I", data[at : at + 4])
+        if data[at + 4 : at + 8] == b"IDAT":
+            compressed += data[at + 8 : at + 8 + length]
+        at += 12 + length
+    raw, stride = zlib.decompress(compressed), width * channels
+    rows, above = [], bytearray(stride)
+    for y in range(height):
+        start = y * (stride + 1)
+        above = unfilter(raw[start], bytearray(raw[start + 1 : start + 1 + stride]), above, channels)
+        rows.append(bytes(above))
+    whole = b"".join(rows)
+    return width, height, [whole[i : i + 3] for i in range(0, len(whole), channels)]
+
+
+def unfilter(kind: int, line: bytearray, above: bytearray, channels: int) -> bytearray:
+    for i in range(len(line)):
+        left = line[i - channels] if i >= channels else 0
+        corner = above[i - channels] if i >= channels else 0
+        if kind == 1:
+            line[i] = (line[i] + left) & 255
+        elif kind == 2:
+            line[i] = (line[i] + above[i]) & 255
+        elif kind == 3:
+            line[i] = (line[i] + (left + above[i]) // 2) & 255
+        elif kind == 4:
+            guess = left + above[i] - corner
+            nearest = min((left, above[i], corner), key=lambda value: abs(guess - value))
+            line[i] = (line[i] + nearest) & 255
+    return line
+
+
+def test_captions_gaps_and_traffic(planned: Planned) -> None:
+    """A plan's trace is cut to four of them, a simulation's holds all."""
+    workload = Workload(seq_len=256, global_batch_tokens=256 * 16 * 8, micro_batch=1)
+    cluster, strategy = small_cluster(4, 4), Strategy.parse("node=3,cluster=1")
+    choices = simulate_choices(small_model(), cluster, workload, strategy, top=2, trace=True)
+    assert "micro-batches, the others are alike" not in simulation_page(choices, cluster)
+    cut = plan(small_model(), cluster, workload, trace=True)
+    assert "; 4 of 8 micro-batches, the others are alike" in plan_page(cut)
+    # The gap is of the best's step.
+    for bound, proof in (
+        (0.9, "A layout that was not simulated can be at most 10.0% faster than the fastest."),
+        (1.0, "No layout is faster than the fastest: this is proven."),
+    ):
+        found = replace(planned.found, bound_s=bound * planned.found.best.step_s)
+        assert search_note(replace(planned, found=found)).endswith(proof)
+    # Traffic names waits over several axes.
+    cluster = find_cluster("a800-8x-hdr").take(16)
+    workload = Workload(seq_len=4096, global_batch_tokens=4096 * 16, micro_batch=1, recomputation=Recomputation.FULL)
+    strategy = Strategy.parse("node=3,cluster=3")
+    (choice,) = simulate_choices(preset("llama-7b"), cluster, workload, strategy, engine="fsdp")
+    *axes, joint = traffic_table(choice).rows
+    assert [row[0] for row in axes] == ["node", "cluster"]
+    assert joint[0] == "node+cluster" and joint[-1] != "0 s"
