@@ -1,7 +1,7 @@
 """Traces of a step's events, written by the simulator on its virtual clock and by the engine on real devices.
 
 Both write the same events, so "predicted against measured" is a comparison of two traces. `Trace.to_chrome` is what
-Perfetto and chrome://tracing open, `compare` lays two traces side by side.
+Perfetto and chrome://tracing open.
 """
 
 from __future__ import annotations
@@ -151,72 +151,6 @@ class Trace:
     def to_json(self) -> str:
         """`to_chrome` as text."""
         return json.dumps(self.to_chrome())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """Two traces' events that share name, kind and axis; each side is summed over units."""
-
-    kind: Kind
-    name: str
-    axis: str | None
-    predicted_s: float
-    measured_s: float
-    predicted_bytes: float
-    measured_bytes: float
-    predicted_count: int
-    measured_count: int
-
-
-def compare(predicted: Trace, measured: Trace) -> tuple[Difference, ...]:
-    """Lays a predicted step beside a measured one, the largest difference in seconds first.
-
-    Counts are of events, where a slice of computation that goes on after an interruption counts once.
-    """
-    sides = [_sums(trace) for trace in (predicted, measured)]
-    keys = dict.fromkeys([*sides[0], *sides[1]])
-    lines = [_difference(key, *(side.get(key, _Sum()) for side in sides)) for key in keys]
-    return tuple(sorted(lines, key=lambda line: -abs(line.predicted_s - line.measured_s)))
-
-
-@dataclass(slots=True)
-class _Sum:
-    seconds: float = 0.0
-    sent_bytes: float = 0.0
-    what: list[tuple[str | None, int]] = field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        return len(self.what)
-
-
-_Key = tuple[Kind, str, str | None]
-
-
-def _sums(trace: Trace) -> dict[_Key, _Sum]:
-    sums: dict[_Key, _Sum] = {}
-    for event in trace.events:
-        total = sums.setdefault((event.kind, event.name, event.axis), _Sum())
-        total.seconds += event.seconds
-        total.sent_bytes += event.sent_bytes
-        if event.kind == "communicate" or (event.unit, event.micro_batch) not in total.what:
-            total.what.append((event.unit, event.micro_batch))
-    return sums
-
-
-def _difference(key: _Key, predicted: _Sum, measured: _Sum) -> Difference:
-    kind, name, axis = key
-    return Difference(
-        kind=kind,
-        name=name,
-        axis=axis,
-        predicted_s=predicted.seconds,
-        measured_s=measured.seconds,
-        predicted_bytes=predicted.sent_bytes,
-        measured_bytes=measured.sent_bytes,
-        predicted_count=predicted.count,
-        measured_count=measured.count,
-    )
 
 
 def _metadata(name: str, thread: int, value: str) -> dict[str, Any]:

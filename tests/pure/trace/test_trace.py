@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from zeromesh.trace import Event, Trace, compare
+from zeromesh.trace import Event, Trace
 
 
 def event(name: str, start: float, end: float, **fields) -> Event:
@@ -40,17 +40,3 @@ def test_sums_by_field():
     counters = [e for e in events if e["ph"] == "C"]
     assert [c["args"]["bytes"] for c in counters] == [10.0, 30.0]
     assert all({"ph", "pid"} <= set(e) for e in events)
-
-
-def test_two_traces_side_by_side():
-    slices = tuple(
-        event("forward", at, at + 0.25, kind="compute", resource="compute", axis=None, sent_bytes=0.0, unit="")
-        for at in (0.0, 0.5)
-    )
-    measured = Trace(label="measured", events=(*slices, event("unshard all_gather", 0.25, 0.75, unit="layers.0")))
-    lines = {(line.kind, line.name): line for line in compare(TRACE, measured)}
-    forward, gather = lines["compute", "forward"], lines["communicate", "unshard all_gather"]
-    assert (forward.predicted_s, forward.measured_s) == (1.0, 0.5)
-    assert (forward.predicted_count, forward.measured_count) == (1, 1)  # two slices of one forward
-    assert (gather.predicted_s, gather.measured_s, gather.measured_bytes) == (0.25, 0.5, 8.0)
-    assert compare(TRACE, measured)[0].name == "reduce all_reduce"  # 2 s that were not measured at all
