@@ -8,7 +8,7 @@ import mmap
 import platform
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,6 @@ class HostLink:
     arena: HostArena
     device: torch.device
     record: Callable[[Sent], None] = lambda sent: None
-    _more: list[HostArena] = field(default_factory=list)
-
-    def take_more(self, num_bytes: int, dtype: torch.dtype) -> Tensor:
-        """Further memory of the host, of a size that nobody has known before."""
-        self._more.append(HostArena(max(1, num_bytes), self.device))
-        return self._more[-1].take(num_bytes, dtype)
 
     def brought(self, source: Tensor) -> Tensor:
         """A copy in new memory of the device."""

@@ -21,6 +21,7 @@ copied there.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,8 +30,9 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeromesh.comm.host import HostArena
 from zeromesh.engine.chain import show_master
-from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.flat import FlatShards, HostStates
 from zeromesh.engine.param import MARKED, ShardedParameter, settle
 
 _Step = Callable[[Any], object]
@@ -110,7 +112,7 @@ class _Part:
 
     def __init__(self, optimizer: Optimizer, attributes: Mapping[str, Any], backend: Any, unit: int) -> None:
         self._kind, self._whole, self._attributes = type(optimizer), optimizer.state, attributes
-        self._given, self._backend, self._unit = optimizer.param_groups, backend, unit
+        self._given = optimizer.param_groups
         self._groups: dict[int, dict[str, Any]] = {}
         self._taken: list[tuple[int, Any, Tensor, Tensor]] = []
 
@@ -185,8 +187,8 @@ class _Streamed(_Part):
         super().__init__(optimizer, attributes, backend, unit)
         buffers = (buffer for buffer in backend.units[unit].buffers if buffer.placed.streamed)
         self._buffer_of = {id(param): buffer for buffer in buffers for param in buffer.optimizer_params}
-        self._buffers: dict[int, FlatShards] = {}  # of the parameters that were taken, by id
-        self._link = backend.host
+        self._states: dict[int, tuple[FlatShards, HostStates]] = {}  # of the taken parameters' buffers, by their id
+        self._optimizer, self._link = weakref.ref(optimizer), backend.host
 
     @staticmethod
     def number(value: Any) -> Any:
@@ -197,7 +199,7 @@ class _Streamed(_Part):
         if not super().take(index, param, grad):
             return False
         buffer, plain, state = self._buffer_of[id(param)], param.local, dict.get(self._whole, param, {})
-        self._buffers[id(buffer)] = buffer
+        self._states[id(buffer)] = buffer, buffer.states.setdefault(self._optimizer(), {})
         buffer.step_here()
         for key, value in state.items():
             if _alike(value, plain) and (own := self._state(param, plain, key, value)).data_ptr() != value.data_ptr():
@@ -207,8 +209,9 @@ class _Streamed(_Part):
         return True
 
     def run(self, step: _Step) -> None:
-        link, buffers = self._link, self._buffers.values()
-        held = [flat for buffer in buffers for flat in (buffer.optimizer_shard[0], *buffer.states.values())]
+        link, buffers = self._link, [buffer for buffer, _ in self._states.values()]
+        held = [buffer.optimizer_shard[0] for buffer in buffers]
+        held += [flat for _, states in self._states.values() for _, flat in states.values()]
         grads = [buffer.shown for buffer in buffers if buffer.host_grads is not None]
         brought: list[tuple[Tensor, Tensor]] = [(flat, link.brought(flat)) for flat in (*held, *grads)]
 
@@ -244,9 +247,12 @@ class _Streamed(_Part):
 
     def _state(self, param: Any, plain: Tensor, key: str, like: Tensor) -> Tensor:
         """The host's memory for a state of a parameter, whose slice is `plain`."""
-        buffer = self._buffer_of[id(param)]
-        memory = cast(Tensor, buffer.state(key, like.dtype, self._link))
-        return memory[_part(plain, buffer.optimizer_shard[0])]
+        buffer, states = self._states[id(self._buffer_of[id(param)])]
+        master = buffer.optimizer_shard[0]
+        if key not in states:
+            arena = HostArena(max(1, num_bytes := master.numel() * like.itemsize), self._link.device)
+            states[key] = arena, arena.take(num_bytes, like.dtype)
+        return states[key][1][_part(plain, master)]
 
 
 _HERE: tuple[Any, int, type[_Part]] = (None, -1, _Part)

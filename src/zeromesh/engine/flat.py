@@ -21,14 +21,16 @@ slot, and `.grad` shows a part of `host_grads`: the gradient shard, or its state
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zeromesh.engine.control import Span
 from zeromesh.engine.elements import Divided, Elements
@@ -42,7 +44,10 @@ from zeromesh.schedule.buffer_layout import FEEDBACK_DTYPE
 from zeromesh.strategy import Axis
 
 if TYPE_CHECKING:
-    from zeromesh.comm.host import HostLink
+    from zeromesh.comm.host import HostArena, HostLink
+
+HostStates = dict[str, tuple["HostArena", Tensor]]
+"""An optimizer's states by name, each in memory of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +103,8 @@ class FlatShards:
         places: its parameters.
         device: of all tensors that are not on the host.
         cast: on the host, the state shard's compute copy on its way to the device.
-        states: on the host, those of optimizers that step on the device, by name; each is as long as `master`.
+        states: on the host, those of optimizers that step on the device, by name; each is as long as `master`. An
+            optimizer's own, since several may step on one parameter.
         fresh: whether such a step leaves the compute copy, so that the master need not come up for it.
         noise: for rounding on quantised wires, by axis; no axis is in the jobs of two lanes.
         adds: whether autograd adds to the accumulator itself.
@@ -120,7 +126,7 @@ class FlatShards:
     leaves: list[Leaf] = field(default_factory=list)
     optimizer_params: list[ShardedParameter] = field(default_factory=list)
     optimizer_grads: list[Slice] = field(default_factory=list)
-    states: dict[str, Tensor] = field(default_factory=dict)
+    states: MutableMapping[Optimizer, HostStates] = field(default_factory=WeakKeyDictionary)
     fresh: bool = False
     noise: dict[str, torch.Generator] = field(default_factory=dict)
     adds: bool = False
@@ -226,13 +232,6 @@ class FlatShards:
         """Whether one is or was; from now on none is."""
         found, self.fresh = self.fresh, False
         return found
-
-    def state(self, name: str, dtype: torch.dtype, host: HostLink) -> Tensor:
-        """The states of this name, on the host; zeros at first."""
-        if name not in self.states:
-            assert self.master is not None  # an optimizer steps on it
-            self.states[name] = host.take_more(self.master.numel() * dtype.itemsize, dtype)
-        return self.states[name]
 
     @property
     def reduced(self) -> Tensor:

@@ -241,7 +241,7 @@ def lazy_sources(model: nn.Module) -> dict[str, Source]:
                 if not prefix or name.startswith(f"{prefix}."):
                     raise ModelError(
                         f"{name} is on the meta device and was not there when the model was made with lazy values from "
-                        f"{origin}, so it would begin anew: what is made since (new tokens, adapters, heads) must have "
-                        f"values of its own; or load the whole model, with from_pretrained of transformers"
+                        f"{origin}, so it would begin anew: tensors made since then (new tokens, adapters, heads) must "
+                        f"have values of their own; or load the whole model, with from_pretrained of transformers"
                     )
     return found

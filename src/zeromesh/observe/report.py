@@ -131,7 +131,7 @@ def _optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
             held[places[param]] += [] if param.streamed else _element_states(optimizer, param)
             if param in streamed:
                 numel = streamed[param].optimizer_shard[0].numel()
-                held["host"] += streamed[param].states.values()
+                held["host"] += [flat for _, flat in streamed[param].states.get(optimizer, {}).values()]
             if param.requires_grad:
                 kind = param.dtype, grad_dtypes[param]
                 if kind not in rates:
@@ -224,13 +224,13 @@ class traffic_report:  # used as a function that is also a context
             steps: that were taken while the context was open; sent bytes are divided by them.
         """
         # Whether frozen units have a backward depends on their inputs: the forward has shown it by now.
-        returned = self._engine.interpreter.returned
+        returned, units = self._engine.interpreter.returned, self._engine.units
         predicted = sent_bytes_per_axis(
             self._engine.schedule,
             micro_batches=self._micro_batches,
             recompute=self._recompute,
             returned=lambda unit: unit in returned or not returned,
-            moments=max((len(b.states) for unit in self._engine.units for b in unit.buffers if b.states), default=2),
+            moments=max((len(s) for unit in units for b in unit.buffers for s in b.states.values()), default=2),
         )
         schedule, sent = self._engine.schedule, Counter[str]()
         for call in self.calls:

@@ -146,11 +146,10 @@ class OwnedBucket:
         self._put_back()
         self._known.update(self._moving)
         down = [(m.param.local, self._here[m][VALUES]) for m in self._moving if m.param.local.device != self.device]
-        if down and not jobs:
+        if jobs and down:
+            jobs.append((jobs[-1][0], partial(_copy, down)))
+        else:
             _copy(down)
-        elif down:
-            axis, last = jobs[-1]
-            jobs[-1] = axis, partial(_then, last, partial(_copy, down))
         self._held, self._landing, self._moving, self._here = {}, [], [], {}
         return jobs
 
@@ -259,11 +258,6 @@ def _boxes(member: Member, part: Part, kind: int, flat: Tensor) -> Iterator[tupl
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for target, source in pairs:
         target.copy_(source)
-
-
-def _then(*jobs: Callable[[], object]) -> None:
-    for job in jobs:
-        job()
 
 
 def _together(wanted: Sequence[tuple[int, Tensor]]) -> list[Tensor]:

@@ -84,9 +84,11 @@ def test_a_script_trains_with_a_planned_strategy_as_accelerate_starts_it(tmp_pat
     assert (tmp_path / "tuned" / "model.safetensors").is_file() and (tmp_path / "run" / "checkpoint-2").is_dir()
 
 
-# ---- The example notebook: its cells before the launcher, and its function as each process runs it
+# ---- The example notebook: its cells before the launcher, and its function as each process runs it. Where nbclient and
+# ipykernel are installed, all of it runs in a kernel.
 
 
+TIMEOUT_S = 600
 NOTEBOOK = Path(__file__).parents[3] / "examples/notebook.ipynb"
 
 
@@ -147,3 +149,16 @@ def test_torchtitans_trainer_gives_plain_losses_and_resumes_on_fewer_ranks(tmp_p
             assert [int(line.split()[1]) for line in found] == list(compared)
     finally:
         own.remove()
+
+
+def test_all_of_it_runs_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "yes")
+    book = nbformat.read(NOTEBOOK, as_version=4)
+    client.NotebookClient(book, timeout=TIMEOUT_S, kernel_name="python3").execute()
+    plan, step, _, printed = (cell.outputs for cell in book.cells if cell.cell_type == "code")
+    for (shown,) in (plan, step):
+        assert shown.data["text/html"].startswith("<iframe srcdoc=") and len(shown.data["text/plain"]) < 400
+    text = "".join(output.get("text", "") for output in printed)
+    assert "predicted bytes  allocated bytes" in text and "loss " in text

@@ -226,6 +226,20 @@ def test_a_step_on_the_device_is_that_of_plain_torch_to_the_bit(kind, host):
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
 
 
+@pytest.mark.parametrize("host", [HOST, STREAMED])
+def test_two_optimizers_of_the_same_parameters_have_states_of_their_own(host):
+    found = []
+    for strategy in None, host:
+        model = make(strategy)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01, fused=True) for _ in range(2)]
+        for seed in range(5):
+            backward(model, seed)
+            optimizers[seed % 2].step()
+            model.zero_grad()
+        found.append([param.sum().item() for param in model.parameters()])
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
 def test_a_closure_is_evaluated_before_a_step_beside_the_forward():
     found = []
     for strategy in None, HOST, STREAMED:
