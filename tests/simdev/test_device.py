@@ -214,6 +214,26 @@ def test_memory_is_cut_as_torch_cuts_it():
 
 
 @alone()
+def test_without_room_the_cache_goes_back_first():
+    def reserved(mib):
+        made = torch.empty(mib * MIB, dtype=torch.uint8, device="simdev")
+        return made, simdev.memory_stats().reserved_bytes // MIB, simdev.memory_stats().retries
+
+    torch.accelerator.synchronize()
+    torch.get_device_module("simdev").empty_cache()
+    with simdev.memory_limit(100 * MIB):
+        assert reserved(30)[1:] == (30, 0)
+        held, *found = reserved(60)
+        assert found == [90, 0]
+        assert reserved(40)[1:] == (100, 1)  # the 30 were free
+        del held
+        assert reserved(20)[1:] == (100, 1)  # in memory that is there
+        assert reserved(110)[1:] == (110, 2)  # nothing else is left, and it is too much
+    before = simdev.memory_stats().retries
+    assert reserved(200)[1:] == (310, before)
+
+
+@alone()
 def test_a_block_that_another_stream_has_is_not_handed_out_before_it_may():
     values, side = torch.empty(64, device="simdev"), stream()
     address = values.data_ptr()

@@ -82,6 +82,7 @@ def test_a_step_of_ones_own_on_1024_ranks():
     # For 64 rows, a block keeps its input, the wide sum and its tanh for the backward.
     assert memory.activations_bytes >= 4 * 64 * 9 * WIDTH * 2
     assert memory.peak_reserved_bytes >= memory.peak.allocated_bytes and memory.fails_at is None
+    assert memory.retries == 0
     for axis in found.axes:
         assert axis.sent_bytes == axis.predicted_bytes > 0
     launches = found.launches_per_unit()

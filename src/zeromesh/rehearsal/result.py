@@ -92,6 +92,8 @@ class Memory:
         growth: places in which the allocator has reserved more than ever before, in the order of time.
         overhead_bytes: of a process beside its tensors: context, communicators; 0 without a cluster.
         limit_bytes: of the device, its margin off; None without a cluster.
+        retries: how often a step has no room for a further segment, so that the allocator waits for the device and
+            gives free ones back.
         host: where shards lie in the host's memory.
     """
 
@@ -101,6 +103,7 @@ class Memory:
     growth: tuple[Peak, ...] = ()
     overhead_bytes: float = 0.0
     limit_bytes: float | None = None
+    retries: int = 0
     host: HostMemory | None = None
 
     @property
@@ -246,6 +249,7 @@ class Rehearsal:
                 "allocated_bytes": memory.allocated_bytes,
                 "peak_allocated_bytes": memory.peak.allocated_bytes,
                 "peak_reserved_bytes": memory.peak_reserved_bytes,
+                "allocator_retries": memory.retries,
                 "peak_at": str(memory.peak.place),
                 "activations_bytes": memory.activations_bytes,
                 "rest_bytes": memory.rest_bytes,

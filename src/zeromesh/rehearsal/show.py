@@ -106,6 +106,8 @@ def _state(memory: Memory) -> Table:
         ("peak, with activations", "", f"{memory.peak.allocated_bytes:,}"),
         ("peak, reserved by the allocator", "", f"{memory.peak_reserved_bytes:,}"),
     ]
+    if memory.retries:
+        peak.append(("the allocator gives its cache back", "", f"{memory.retries} times a step"))
     host = [] if memory.host is None else memory.host.kinds
     away = [(f"{kind.kind}, on the host", f"{kind.predicted_bytes:,}", f"{kind.allocated_bytes:,}") for kind in host]
     if memory.host is not None:

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -48,6 +49,7 @@ class _Found:
     """The results of the steps so far."""
 
     host_s: float = 0.0
+    retries: int = 0
     axes: tuple[TrafficLine, ...] = ()
     races: tuple[str, ...] = ()
     early_frees: tuple[str, ...] = ()
@@ -124,19 +126,24 @@ class Stage:
         if self.hardware is not None:
             self.hardware.require_levels(engine.schedule.axes)
         _forget_values(engine)
-        with self.places.follow(engine):
+        hardware, groups = self.hardware, engine.backend.groups.values()
+        communicators = _COMMUNICATORS * sum(group.lender is None for group in groups)
+        overhead_bytes = 0.0 if hardware is None else hardware.overhead_bytes(communicators)
+        room = nullcontext() if hardware is None else simdev.memory_limit(int(hardware.limit_bytes - overhead_bytes))
+        with room, self.places.follow(engine):
             try:
                 self._take(step, model, engine, found)
             except Exception as error:  # the user's code: it would raise the same on a cluster
                 found.failures.append(f"in {self.places.now}: {_said(error)}")
-        return self._result(engine, model, optimizer, found, rank)
+        return self._result(engine, model, optimizer, found, rank, overhead_bytes)
 
     def _take(self, step: Callable[[], object], model: nn.Module, engine: Engine, found: _Found) -> None:
         step()
-        seen, began = self.places, time.process_time()
+        seen, retries, began = self.places, simdev.memory_stats().retries, time.process_time()
         with traffic_report(model, micro_batches=seen.micro_batches, recompute=seen.recomputes) as traffic:
             step()
         found.host_s = time.process_time() - began
+        found.retries = simdev.memory_stats().retries - retries
         found.axes = tuple(traffic.lines())
         with simdev.Checker() as checker:
             step()
@@ -182,10 +189,9 @@ class Stage:
         optimizer: torch.optim.Optimizer,
         found: _Found,
         rank: int,
+        overhead_bytes: float,
     ) -> Rehearsal:
         hardware, layout = self.hardware, engine.schedule.layout
-        groups = engine.backend.groups.values()
-        communicators = _COMMUNICATORS * sum(group.lender is None for group in groups)
         watch = found.watch
         last = found.timed[-1] if found.timed else None
         lines = [line for line in memory_report(model, optimizer) if line.kind not in ("total", "step")]
@@ -205,8 +211,9 @@ class Stage:
                 rest_bytes=simdev.memory_stats().allocated_bytes,
                 peaks=self.peaks.all(),
                 growth=self.peaks.growth(),
-                overhead_bytes=0.0 if hardware is None else hardware.overhead_bytes(communicators),
+                overhead_bytes=overhead_bytes,
                 limit_bytes=None if hardware is None else hardware.limit_bytes,
+                retries=found.retries,
                 host=host,
             ),
             axes=found.axes,

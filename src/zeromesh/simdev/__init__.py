@@ -18,6 +18,7 @@ Stable, for what builds on this:
     counting_group(rank, world)           torch's default process group, of any world, in this process
     launch_order("implicit")              context; collectives of all communicators begin in the order of launch
     memory_stats() -> MemoryStats         and reset_peak_memory()
+    memory_limit(bytes)                   context; beyond it the allocator gives its cache back first
     Checker()                             context; races, early_frees, host_reads, host_waits, checked
     Recorder(listener)                    context; tells of every kernel, collective and order of streams
     BACKEND, COUNTING                     names of the process groups' backends
@@ -32,6 +33,7 @@ from zeromesh.simdev.device import (
     MemoryStats,
     counting_group,
     launch_order,
+    memory_limit,
     memory_stats,
     reset_peak_memory,
     start,
@@ -56,6 +58,7 @@ __all__ = [
     "Recorder",
     "counting_group",
     "launch_order",
+    "memory_limit",
     "memory_stats",
     "reset_peak_memory",
     "start",

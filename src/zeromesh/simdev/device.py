@@ -77,6 +77,7 @@ class MemoryStats:
         rounded_bytes, peak_rounded_bytes: of their blocks; what torch.cuda.memory_allocated() counts.
         reserved_bytes, peak_reserved_bytes: of segments that were taken from the device.
         blocks, segments: how many there are.
+        retries: how often free segments were given back, since another one would have gone beyond `memory_limit`.
     """
 
     allocated_bytes: int
@@ -87,6 +88,7 @@ class MemoryStats:
     peak_reserved_bytes: int
     blocks: int
     segments: int
+    retries: int
 
 
 LaunchOrder = Literal["none", "implicit"]
@@ -166,7 +168,19 @@ def memory_stats(*, host: bool = False) -> MemoryStats:
         peak_reserved_bytes=stats.peak_reserved,
         blocks=stats.blocks,
         segments=stats.segments,
+        retries=stats.retries,
     )
+
+
+@contextmanager
+def memory_limit(limit_bytes: int) -> Iterator[None]:
+    """Inside, the device has so much memory. As torch's for CUDA does, the allocator first gives back free segments
+    where another one would go beyond that. Unlike torch's, it then takes the segment even if there is no room."""
+    native().limit_memory(limit_bytes)
+    try:
+        yield
+    finally:
+        native().limit_memory(0)
 
 
 def reset_peak_memory() -> None:

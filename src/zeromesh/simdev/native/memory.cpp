@@ -98,6 +98,7 @@ class Memory {
   }
 
   Stats stats;
+  int64_t limit = 0;
 
  private:
   using Pool = std::set<Block*, BestFit>;
@@ -114,6 +115,7 @@ class Memory {
 
   Block* new_segment(size_t size) {
     const size_t bytes = segment_size(size);
+    if (limit > 0 && stats.reserved + static_cast<int64_t>(bytes) > limit) empty(), ++stats.retries;
     const bool small = size <= kSmall;
     const int access = virtual_mode && !small ? PROT_NONE : PROT_READ | PROT_WRITE;
     void* address = mmap(nullptr, bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -304,5 +306,10 @@ void reset_peaks() {
 }
 
 void empty_cache() { memory(false).empty(); }
+
+void limit_memory(int64_t bytes) {
+  Locked locked(lock());
+  memory(false).limit = bytes;
+}
 
 }  // namespace simdev

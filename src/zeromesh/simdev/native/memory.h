@@ -3,7 +3,8 @@
 // [Note: Allocator] Sizes are rounded to 512 bytes. Up to 1 MiB a block comes from a segment of 2 MiB, up to 10 MiB from
 // one of 20 MiB, and above that from one of its own, of a multiple of 2 MiB. A block goes back to its stream's free
 // blocks, and joins its free neighbours; the best fit is taken next. What `record_stream` says may still use a block
-// keeps it until the block's stream, or the host, comes after that use. Segments are given back by `empty_cache` alone.
+// keeps it until the block's stream, or the host, comes after that use. Whole free segments are given back by
+// `empty_cache`, and where a further one would go beyond the limit; it is taken then, whether or not there is room.
 // These are the rules of c10/cuda/CUDACachingAllocator.cpp with its default settings.
 //
 // In virtual mode a large segment is an address range that no access is allowed to.
@@ -32,6 +33,7 @@ struct Stats {
   int64_t rounded = 0, peak_rounded = 0;      // of blocks in use
   int64_t reserved = 0, peak_reserved = 0;    // of segments
   int64_t blocks = 0, segments = 0;
+  int64_t retries = 0;                        // how often segments were given back for lack of room
 };
 
 // A part of a segment; free, or one allocation.
@@ -73,5 +75,6 @@ void use_on_stream(const void* address, int stream);
 Stats memory_stats(bool host);
 void reset_peaks();
 void empty_cache();
+void limit_memory(int64_t bytes);  // of the device; 0: none
 
 }  // namespace simdev

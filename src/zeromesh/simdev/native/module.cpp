@@ -44,11 +44,13 @@ void bind_memory(py::module& m) {
       .def_readonly("reserved", &Stats::reserved)
       .def_readonly("peak_reserved", &Stats::peak_reserved)
       .def_readonly("blocks", &Stats::blocks)
-      .def_readonly("segments", &Stats::segments);
+      .def_readonly("segments", &Stats::segments)
+      .def_readonly("retries", &Stats::retries);
   m.def("memory_stats", &memory_stats, py::arg("host") = false);
   py::class_<InHostMemory>(m, "InHostMemory").def(py::init<bool>());
   m.def("reset_peaks", &reset_peaks);
   m.def("empty_cache", &empty_cache);
+  m.def("limit_memory", &limit_memory);
   m.def("set_virtual", &set_virtual);
   m.def("is_virtual", &is_virtual);
 }
