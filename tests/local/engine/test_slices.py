@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import zeromesh as zm
 from zeromesh.engine.param import _ALLOWED, ShardedParameter, Slice
+from zeromesh.engine.reductions import slice_norms
 from zeromesh.errors import OptimizerError, ZeromeshError
 
 
@@ -263,3 +265,16 @@ def test_a_change_inside_a_forward_is_refused():
     model[1].register_forward_hook(lambda *_: later.data.zero_() and None)
     with pytest.raises(ZeromeshError, match=r"2\.weight is written to inside a forward"):
         model(torch.ones(2, 4).double())
+
+
+@pytest.mark.parametrize("value", [1.0, 0.0, 1e-30, 1e30, math.inf, math.nan])
+def test_the_norm_of_a_long_slice_is_that_of_fp64(value: float) -> None:
+    """It is added up by blocks on the host, and the last one is shorter."""
+    torch.manual_seed(0)
+    values = torch.rand(300_001) + 0.5
+    values[140_000:] *= value
+    found = slice_norms([values, torch.ones(3)], [(), ()], 2.0)
+    torch.testing.assert_close(found[0], values.double().norm(), rtol=2e-7, atol=0.0, equal_nan=True)
+    assert found.dtype == torch.float64 and float(found[1]) == pytest.approx(3**0.5)
+    tiny = torch.full((200_000,), 1e-30)
+    assert float(slice_norms([tiny], [()], 2.0)) == pytest.approx(float(tiny.double().norm()))
