@@ -89,11 +89,13 @@ def test_words_over_the_host_s_network_are_no_reads():
 
 @alone()
 def test_shards_in_the_host_s_memory():
-    """The host waits for its copies before it shows gradients and before it steps: for each direction, twice a step."""
+    """The host waits for its copies before it shows gradients and before it steps, and for no micro-batch."""
     simdev.counting_group(0, 4)
     for strategy in ("host=1,node=3,cluster=1", "host=2,node=1,cluster=0", "host=3,node=3,cluster=2"):
-        require_ordered(strategy, CASE)
         require_ordered(f"{strategy};step=device", CASE)
+        few, many = (require_ordered(strategy, replace(CASE, micro_batches=count)) for count in (2, 4))
+        assert len(few.host_waits) == len(many.host_waits) > 0, strategy
+        assert not [read for read in many.host_reads if "comm/host.py" in read.where], strategy
     checker = require_ordered("host=3d,node=3,cluster=3h", CASE)
     waits = [wait for wait in checker.host_waits if any("engine/backend.py" in line for line in wait.stack)]
     assert 0 < len(waits) <= 2 * 2 * CASE.steps + 2, len(waits)

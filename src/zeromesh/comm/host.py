@@ -59,20 +59,16 @@ class HostLink:
     ) -> Step:
         """One copy, as a step of a chain; by default in a lane of its own."""
         call = partial(self.up if operation == "up" else self.down, destination, source)
-        return Step(operation=operation, call=call, before=before, accumulates=operation == "down", aside=aside)
+        return Step(operation=operation, call=call, before=before, aside=aside)
 
     def up(self, destination: Tensor, source: Tensor) -> None:
         """To the device, on its current stream."""
         destination.copy_(source, non_blocking=True)
         self._tell("up", source)
 
-    def down(self, destination: Tensor, source: Tensor, *, accumulate: bool = False) -> None:
-        """To the host. A copy may be on its way when this returns; a sum is there."""
-        if accumulate:
-            here = source if source.is_cpu else torch.empty_like(destination, dtype=source.dtype).copy_(source)
-            destination.add_(here)
-        else:
-            destination.copy_(source, non_blocking=True)
+    def down(self, destination: Tensor, source: Tensor) -> None:
+        """To the host; the copy may be on its way when this returns."""
+        destination.copy_(source, non_blocking=True)
         self._tell("down", source)
 
     def _tell(self, operation: str, source: Tensor) -> None:

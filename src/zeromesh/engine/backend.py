@@ -340,25 +340,26 @@ class DeviceBackend:
         """The lane that reads the reduce slot last."""
         for index, own in chains.items():
             buffer, away = shards.buffers[index], bool(own.micro_down)
-            # No lane is at work on the unit now.
-            before = buffer.reduced.clone() if reduction.add and not away else None
+            further, before = reduction.boundary and bool(own.boundary), None
+            last = "down" if away else last
+            if away and not (reduction.micro or further):
+                continue  # its sums stay on the host
+            if reduction.add:  # no lane is at work on the unit now
+                before = self.host.brought(buffer.shown) if away and self.host else buffer.reduced.clone()
             accumulate = reduction.accumulate and not away
             if reduction.micro:
                 destinations = own.alone if reduction.alone else buffer.destinations
                 self._collect(unit, index, own.first, destinations, reduction, accumulate=accumulate and not own.micro)
                 jobs["reduce"].append(partial(_run_chain, own.micro, accumulate=accumulate))
-            if reduction.boundary and reduction.accumulate and own.up:
+            if reduction.accumulate and own.up:
                 assert buffer.grads is not None
                 jobs["up"] += [*([] if reduction.micro else [buffer.grads.zero_]), partial(_run_chain, own.up)]
             if reduction.boundary:
                 steps = own.boundary_alone if reduction.alone else own.boundary
                 jobs["boundary"].append(partial(_finish, steps, buffer, before))
-            if away and reduction.micro and not (reduction.boundary and own.boundary):
-                further = reduction.accumulate or reduction.add
-                jobs["down"].append(partial(_run_chain, own.micro_down, accumulate=further))
-            elif reduction.boundary and own.down and (own.boundary or not away):
-                jobs["down"].append(partial(_run_chain, own.down, accumulate=reduction.add and away))
-            last = "down" if away else last
+            down = own.micro_down if away and not further else own.down if reduction.boundary else ()
+            if down:
+                jobs["down"].append(partial(_run_chain, down))
         if not any(own.boundary for own in chains.values()):
             jobs["reduce"], jobs["boundary"] = jobs["reduce"] + jobs["boundary"], []
         if not any(own.micro for own in chains.values()):

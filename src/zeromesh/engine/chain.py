@@ -232,8 +232,8 @@ class ReduceChains:
         alone: where gradients that nothing is added to are copied to: [Note: Alone] of
             `zeromesh.schedule.buffer_layout`.
         boundary_alone: the boundary's steps from there.
-        micro_down: to the host, a micro-batch's sum.
-        up: from there, those of the micro-batches before, added to that of the last.
+        micro_down: to the host, the sum of micro-batches.
+        up: from there, the sum of those before, added to a micro-batch's.
         down: to the host, the state shard's part.
         first: factor that whoever fills the chain's source gives to it, on the way.
     """
@@ -277,23 +277,24 @@ def reduce_chains(
         alone=alone,
         boundary_alone=boundary_alone,
         first=first,
-        **_grad_copies(shards, early, late, scratch["up"], host),
+        **_grad_copies(shards, scratch["up"], host),
     )
 
 
-def _grad_copies(
-    shards: FlatShards, early: Route, late: Route, scratch: Scratch, host: HostLink | None
-) -> dict[str, Chain]:
+def _grad_copies(shards: FlatShards, scratch: Scratch, host: HostLink | None) -> dict[str, Chain]:
     """The copies between `grads` and `host_grads`."""
-    grads, held, found = shards.grads, shards.host_grads, dict[str, Chain]()
+    grads, held, routes, found = shards.grads, shards.host_grads, shards.placed.routes, dict[str, Chain]()
     if held is None or grads is None:
         return found
-    if late.down is not None:
+    if routes["boundary"].down is not None:
         found["down"] = (_link(host).step("down", shards.shown, shards.reduced),)
-    if early.down is not None:
+    if routes["reduce"].down is not None:
         found["micro_down"] = (_link(host).step("down", held, grads),)
-    if late.up is not None:
-        landing = scratch.region(late.up.numel, grads.dtype)
+    if (up := routes["up"].up) is not None:
+        landing = scratch.region(up.numel, grads.dtype)
+        if not routes["up"].passing:
+            assert shards.waiting is not None  # it is long enough
+            landing = shards.waiting.view(torch.uint8)[: grads.nbytes].view(grads.dtype)
         found["up"] = (_link(host).step("up", landing, held), Step(call=partial(grads.add_, landing)))
     return found
 

@@ -23,8 +23,8 @@ copy down, and nothing is copied where both ends are one tensor:
     refresh   master (cast there) up to its part of P; P down again where that lies on the host too, if ranks have
               exchanged it
     unshard   P up into the slot; a kept copy down, and up again in the backward
-    reduce    a micro-batch's gradient shard down, where it is added to the others
-    boundary  those up again, if the last micro-batch is reduced further on the device; the state shard's part down
+    reduce    the sum of earlier micro-batches up, where it is added to a micro-batch's gradient shard; their sum down
+    boundary  the state shard's part down, instead of that sum, if the last micro-batch is reduced further
 
 [Note: Alone] A gradient that nothing is added to, of the only micro-batch of its step, need not be as wide as a sum.
 Where the first reduction is that of the accumulator, on a wire of the compute dtype, the gradient is copied to the
@@ -214,23 +214,20 @@ class BufferLayout:
                 routes["boundary"] = replace(routes["boundary"], down=_copy("down", states, dtype))
             if host.shards_grads:
                 routes["reduce"] = replace(routes["reduce"], down=_copy("down", grads, dtype))
-            if host.shards_grads and routes["boundary"].steps:
-                up = _copy("up", grads, dtype)
-                routes["boundary"] = replace(routes["boundary"], up=up)
-                routes["up"] = Route(held=dtype, passing=grads)
+                # Into the slot of the gradient that has been reduced by then, if it is as long.
+                fits = self.waits and slot_bytes(grads, dtype) <= self.slot_bytes(self.slot_dtype)
+                routes["up"] = Route(held=dtype, up=_copy("up", grads, dtype), passing=0 if fits else grads)
         return replace(self, routes=routes, from_kept=from_kept)
 
     def grad_steps(self, *, micro: bool, accumulate: bool, boundary: bool) -> tuple[Transfer, ...]:
         """The transfers of one reduction, as `zeromesh.schedule.state.Reduction` describes it."""
-        early, late = self.routes["reduce"], self.routes["boundary"]
-        steps = [*early.steps] if micro else []
-        if early.down is not None and not (boundary and late.steps):
-            return (*steps, early.down) if micro else ()
-        if not boundary:
-            return tuple(steps)
-        up = [late.up] if late.up is not None and accumulate else []
-        down = [] if late.down is None else [late.down]
-        return (*steps, *up, *late.steps, *down)
+        early, late, up = self.routes["reduce"], self.routes["boundary"], self.routes["up"].up
+        away, further = early.down is not None, boundary and bool(late.steps)
+        if away and not (micro or further):
+            return ()  # sums stay on the host
+        steps = [*(early.steps if micro else ()), *([up] if up is not None and accumulate else [])]
+        down = early.down if away and not further else late.down if boundary else None
+        return (*steps, *(late.steps if boundary else ()), *([] if down is None else [down]))
 
     @property
     def gathered(self) -> bool:
