@@ -291,11 +291,14 @@ def test_masters_are_changed_once_their_copies_have_left(kind, strategy, precisi
         with simdev.Checker() as checker, sharded(strategy, case, mesh_of(2, 2, device="simdev")) as (model, optimizer):
             backward(model, case, 0)
             optimizer.step()
+            interpreter = engine_of(model).interpreter
             zm.refresh(model)
+            interpreter.catch_up()  # as a forward would, unit by unit
             with torch.no_grad():
                 for param in model.parameters():
                     param.add_(1)
             zm.refresh(model)
+            interpreter.catch_up()
         return checker
 
     assert not change().races

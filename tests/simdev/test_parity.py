@@ -58,7 +58,7 @@ def test_other_cases():
 @on_devices(4)
 def test_shards_in_the_host_s_memory():
     check_all(["host=1,node=3,cluster=1", "host=2,node=1,cluster=0"], CASE, 2, 2)
-    check_all(["host=3,node=3,cluster=2", "host=3d,node=3,cluster=3h"], CASE, 2, 2)
+    check_all(["host=3,node=3,cluster=2", "host=3d,node=3,cluster=3h", "host=3,node=0,cluster=1"], CASE, 2, 2)
     check_all(["host[50%]=1,node=3,cluster=3", "node=3,cluster=3 | *.up: host=1,node=1,cluster=0"], CASE, 2, 2)
 
 

@@ -13,7 +13,7 @@ from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards, ParamRange
-from zeromesh.engine.parts import require_one_of_a_name
+from zeromesh.engine.home import require_one_of_a_name
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.state_dict import whole_state
 from zeromesh.errors import ModelError, nearest

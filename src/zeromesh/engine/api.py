@@ -22,10 +22,9 @@ from zeromesh.engine.lifecycle import Weight
 from zeromesh.engine.materialise import lazy_sources, read_lazy, settle
 from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.param import ShardedParameter
-from zeromesh.engine.parts import beyond_of, require_inside, require_known_buffers
 from zeromesh.engine.reductions import slice_norms
 from zeromesh.engine.shardable import keep_others_out, require_unwrapped
-from zeromesh.engine.spread import require_whole_buffers
+from zeromesh.engine.spread import groups_beyond, require_whole_buffers
 from zeromesh.engine.state_dict import install_state_dict
 from zeromesh.engine.units import (
     ModuleUnit,
@@ -78,10 +77,15 @@ def shard(
         layouts = resolve(mesh, strategy, parts)
         shares = {part: layout.strategy.percent for part, layout in layouts.items() if layout.strategy.percent < 100}
         found = find_units(model, options.units, options.resident, precision, list(layouts)[1:], shares)
-        require_known_buffers(model, layouts)
-        if all(layout.degree(layout.param_axes) == 1 for layout in layouts.values()):
+        if not any(layout.gathers for layout in layouts.values()):
             found = join_modules(found, precision, options.bucket_bytes)
-        beyond = beyond_of(spreads_of(found), mesh, meshes)
+        spreads = spreads_of(found)
+        beyond = {"": groups_beyond(mesh, spreads.get("", ()))}
+        if len(layouts) > 1:
+            from zeromesh.engine.parts import beyond_of, require_known_buffers  # of parts=
+
+            require_known_buffers(model, layouts)
+            beyond = beyond_of(spreads, mesh, meshes)
         require_wires(layouts, [module.describe(precision) for module in found], repeated_over(found, beyond))
         return precision, layouts, found, beyond, lazy_sources(model)
 
@@ -132,6 +136,8 @@ def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan, parts: Par
         raise NotationError(f"two of {', '.join(map(str, parts))} are the same part: give each class or pattern once")
     for name, part in named.items():
         if part.mesh is not None:
+            from zeromesh.engine.parts import require_inside  # of parts=
+
             require_inside(name, part.mesh, mesh)
     chosen = strategy.strategy if isinstance(strategy, Plan) else strategy
     axes = mesh_axes(mesh, _names(chosen) if mesh is None else ())

@@ -22,9 +22,9 @@ from zeromesh.engine.chain import Scratch
 from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.home import Home
 from zeromesh.engine.hooks import install, watch_reads
 from zeromesh.engine.materialise import Init, Materialiser
-from zeromesh.engine.parts import Home, buffers_apart, require_divided
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit, parts_of_root
 from zeromesh.errors import MeshError, ModelError
@@ -101,8 +101,11 @@ def make_homes(
     Raises:
         MismatchError: the ranks have meshes that do not divide the model's.
     """
-    for part, divided in meshes.items():
-        require_divided(part, divided, control)
+    if meshes:
+        from zeromesh.engine.parts import require_divided  # of parts=
+
+        for part, divided in meshes.items():
+            require_divided(part, divided, control)
     whole = replace(control, beyond=beyond[""]).met()
     own = {part: replace(make_control(divided), beyond=beyond[part]) for part, divided in meshes.items()}
     return {
@@ -311,7 +314,7 @@ def _fill_shards(
             # A device's collectives are timed from when they are issued: the last unit's would have to wait for all.
             torch.accelerator.current_stream(device).synchronize()
         shares = schedule.shares_slot(len(shards))
-        closes = schedule.shards_params
+        closes = schedule.gathers
         shards.append(UnitShards(name=unit.name, buffers=buffers, shares_slot=shares, closes=closes))
     materialiser.rest()
     message = next(filter(None, control.gather(materialiser.error)), "")
@@ -361,7 +364,11 @@ def _retire(buffer: FlatShards, unit: str) -> None:
 
 def _sync_buffers(model: nn.Module, device: torch.device, homes: Mapping[str, Home]) -> None:
     """The first rank's buffers, and frozen parameters of dtypes that are not sharded, to all that share them."""
-    whole, apart = homes[""].control, buffers_apart(model, homes)
+    whole, apart = homes[""].control, dict[nn.Module, Control]()
+    if len(homes) > 1:
+        from zeromesh.engine.parts import buffers_apart  # of parts=
+
+        apart = buffers_apart(model, homes)
     for module in model.modules():
         control = apart.get(module, whole)
         for key, buffer in module._buffers.items():

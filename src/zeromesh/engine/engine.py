@@ -22,10 +22,10 @@ from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards, WholeTensors
 from zeromesh.engine.calls import OutputHook, as_python, put_first, tensors_of
 from zeromesh.engine.control import reduce_over
+from zeromesh.engine.home import Home, require_one_of_a_name, require_own_tokens
 from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.lifecycle import Agreement, Changes, Step, Weight
 from zeromesh.engine.param import ShardedParameter
-from zeromesh.engine.parts import Home, require_one_of_a_name, require_own_tokens
 from zeromesh.engine.units import Precision
 from zeromesh.errors import ModelError, OptimizerError
 from zeromesh.schedule import Backward, Bucket, BucketSteps, Call, Forward, GradState, Interpreter, Schedule
@@ -121,7 +121,7 @@ class Engine:
 
     def require_own(self) -> None:
         """Raises ModelError for parameters that `added` finds: whoever saves the model would leave them out; and as
-        `zeromesh.engine.parts.require_one_of_a_name`."""
+        `zeromesh.engine.home.require_one_of_a_name`."""
         require_one_of_a_name(self.homes)
         for name, _ in self.added():
             raise ModelError(
@@ -269,7 +269,7 @@ class Engine:
         if torch.is_grad_enabled() and self.schedule.memory.gather.slot_of[unit] is not None:
             raise ModelError(
                 f"a backward with create_graph=True through unit {self.backend.units[unit].name or '(root)'!r}: second "
-                f"derivatives need parameters that stay gathered: use stages 0, 1 and 2 only"
+                f"derivatives need parameters that stay gathered: use stages 0, 1 and 2 only, of the host too"
             )
         self._enter_backward()
         self.interpreter.pre_backward(call)

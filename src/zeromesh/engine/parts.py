@@ -1,60 +1,24 @@
-"""Parts of a model that have a layout of their own: whose parameters they hold, and which ranks share them."""
+"""Parts of a model that have a layout of their own: whose parameters they hold, and which ranks share them. Only a
+model with parts loads this."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeromesh.engine.control import Control, Span
-from zeromesh.engine.elements import Divided
+from zeromesh.engine.control import Control
+from zeromesh.engine.home import Home
 from zeromesh.engine.spread import Spread, groups_beyond
 from zeromesh.errors import MeshError, MismatchError, ModelError
 from zeromesh.modules import clean_name, is_sharded
-from zeromesh.strategy import Axis, Layout
+from zeromesh.strategy import Layout
 from zeromesh.strategy.parts import belongs, require_known
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
-    """Where one layout is: that of the model, or of a part of it.
-
-    Args:
-        layout: of the strategy on the mesh.
-        mesh: None in a single process.
-        control: the mesh's ranks.
-    """
-
-    layout: Layout
-    mesh: DeviceMesh | None
-    control: Control
-
-    def ambiguous(self, model: Control) -> bool:
-        """Whether it has plain tensors that only some of the model's ranks share: on the others are others, under the
-        same names. DTensors would be divided over more than `model` knows of."""
-        return self.layout.share < 1 and set(self.control.beyond) <= set(model.beyond)
-
-    def spans(self, model: Control) -> tuple[Span, ...]:
-        """The ranks over which its flat buffers are divided beyond their DTensors' meshes; by default all of the
-        model's."""
-        copies = self.layout.degree(self.layout.replica_axes)
-        return (Span(group=model.group if self.ambiguous(model) else self.control.group, copies=copies),)
-
-    def divided(self, ranks: tuple[int, ...], numel: int, axes: Sequence[Axis]) -> Divided | None:
-        """How a buffer of `numel` elements lies on the mesh, sharded over `axes`; None where each rank has all of it.
-
-        Args:
-            ranks: of the mesh.
-        """
-        names = [name for name, _ in self.layout.mesh]
-        found = tuple((names.index(axis.mesh_axis), axis.size, axis.stride) for axis in axes if axis.size > 1)
-        sizes = tuple(size for _, size in self.layout.mesh)
-        return Divided(ranks=ranks, mesh=sizes, axes=found, numel=numel) if found else None
 
 
 def parts_by_module(model: nn.Module, parts: Iterable[str]) -> dict[str, set[str]]:
@@ -73,8 +37,13 @@ def parts_by_module(model: nn.Module, parts: Iterable[str]) -> dict[str, set[str
     return dict(found)
 
 
-def part_of(places: Sequence[str], parts: Mapping[str, set[str]]) -> str:
-    """The part of a parameter that stands in `places`, its qualified names; "" where it is in none.
+def known_parts(model: nn.Module, parts: Iterable[str]) -> Callable[[Sequence[str]], str]:
+    """Tells the part of a parameter by its qualified names."""
+    return partial(_part_of, parts=parts_by_module(model, parts))
+
+
+def _part_of(places: Sequence[str], parts: Mapping[str, set[str]]) -> str:
+    """The part of a parameter that stands in `places`; "" where it is in none.
 
     Raises:
         ModelError: it would be in two, or in one under one of its names only.
@@ -132,11 +101,11 @@ def beyond_of(
         ModelError: a part's parameter is the same on ranks that do not share it.
     """
     shared = [each for part, own in spreads.items() if part not in meshes for each in own]
-    found = {"": groups_beyond(mesh, _dtensors(shared))}
+    found = {"": groups_beyond(mesh, shared)}
     for part, own in meshes.items():
         assert mesh is not None  # `require_inside`
         _require_divided_up(part, spreads.get(part, ()), own, mesh)
-        found[part] = groups_beyond(own, _dtensors(spreads.get(part, ())))
+        found[part] = groups_beyond(own, spreads.get(part, ()))
     # A tensor divided by one is the same on these ranks for the others, unless they know them as lines of more ranks.
     for part in meshes:
         found[""] += tuple(group for group in found[part] if _crosses(group, mesh, found[""]))
@@ -169,17 +138,13 @@ def _require_reached(
             )
 
 
-def _dtensors(spreads: Iterable[tuple[str, Spread | None]]) -> list[tuple[str, Spread]]:
-    return [(name, spread) for name, spread in spreads if spread is not None]
-
-
 def _require_divided_up(
     part: str, spreads: Sequence[tuple[str, Spread | None]], own: DeviceMesh, model: DeviceMesh
 ) -> None:
     """Refuses a part on some of the model's ranks whose tensors other meshes hold too: their gradients would come from
     some ranks only."""
     ranks, degree = set(model.mesh.flatten().tolist()), model.size() // own.size()
-    for name, spread in spreads if _dtensors(spreads) else ():
+    for name, spread in spreads if any(spread for _, spread in spreads) else ():
         groups = [] if spread is None else [group for group, divided in spread.axes if divided]
         over = prod(len(ranks.intersection(dist.get_process_group_ranks(group))) for group in groups)
         if over != degree:
@@ -201,19 +166,6 @@ def require_divided(part: str, mesh: DeviceMesh, control: Control) -> None:
                 f"part {part} is shared by ranks {list(shared)} as rank {rank} has it, and by {list(everyone[other])} "
                 f"as rank {other} has it: make its mesh alike on all of them, as a slice of one mesh of all ranks, "
                 f"with its dimensions in one order"
-            )
-
-
-def require_one_of_a_name(homes: Mapping[str, Home]) -> None:
-    """Raises ModelError where other ranks have other parameters under the same names: none of them is whole, or a known
-    part of a whole one, to be saved or loaded."""
-    for part, home in homes.items():
-        if home.ambiguous(homes[""].control):
-            raise ModelError(
-                f"parameters of part {part} are other tensors on other ranks, since its mesh has {home.layout.world} "
-                f"of the model's {home.layout.feeders} ranks and they are whole on each: what is saved and loaded by "
-                f"name must be one tensor. Make them DTensors over the axis that divides them, as with "
-                f"distribute_tensor(param, mesh, [Shard(0)])"
             )
 
 
@@ -243,15 +195,3 @@ def buffers_apart(model: nn.Module, homes: Mapping[str, Home]) -> dict[nn.Module
     """The ranks that have the same buffers, by module; those of others are all the model's."""
     layouts = {part: home.layout for part, home in homes.items()}
     return {module: homes[part].control for _, module, part in _modules_apart(model, layouts)}
-
-
-def require_own_tokens(homes: Mapping[str, Home]) -> None:
-    """Raises ModelError where gradients on a rank come of other ranks' tokens too: [Note: Weights] of
-    `zeromesh.engine.lifecycle`."""
-    for part, home in homes.items():
-        if home.layout.share < 1:
-            raise ModelError(
-                f"gradients of part {part} come of several ranks' tokens, which have weights of their own: let each "
-                f"rank's loss carry its weight, as in: with zm.accumulate(model, last=..., weight=..., total=...) as "
-                f"weigh: weigh(loss).backward()"
-            )

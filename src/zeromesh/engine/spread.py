@@ -166,13 +166,16 @@ def require_whole_buffers(model: nn.Module) -> None:
             )
 
 
-def groups_beyond(mesh: DeviceMesh | None, spreads: Iterable[tuple[str, Spread]]) -> tuple[dist.ProcessGroup, ...]:
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+def groups_beyond(mesh: DeviceMesh | None, spreads: Iterable[tuple[str, Spread | None]]) -> Groups:
     """The groups of all axes, beside the mesh's own, that a model's parameters lie on: [Note: Beyond] of
     `zeromesh.engine.control`.
 
     Args:
         mesh: that the model is sharded over.
-        spreads: of its DTensors, with their names.
+        spreads: of its parameters, with their names; None of plain ones.
 
     Raises:
         MeshError: such an axis has ranks in common with the mesh, or with another one.
@@ -180,7 +183,7 @@ def groups_beyond(mesh: DeviceMesh | None, spreads: Iterable[tuple[str, Spread]]
     own = set() if mesh is None else set(mesh.mesh.flatten().tolist())
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for name, spread in spreads:
-        for group, _ in spread.axes:
+        for group, _ in spread.axes if spread is not None else ():
             ranks = tuple(dist.get_process_group_ranks(group))
             if len(own.intersection(ranks)) > 1:
                 raise MeshError(

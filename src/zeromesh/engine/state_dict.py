@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeromesh.engine.control import reduce_over
 from zeromesh.engine.engine import Engine
+from zeromesh.engine.home import require_one_of_a_name
 from zeromesh.engine.param import ShardedParameter, Slice, loaded_operand, refuse_transforms
-from zeromesh.engine.parts import require_one_of_a_name
 from zeromesh.errors import CheckpointError, InputError
 from zeromesh.modules import clean_name
 from zeromesh.pieces.piece import copy_shared, whole

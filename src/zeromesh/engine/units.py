@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from zeromesh import modules
-from zeromesh.engine.parts import part_of, parts_by_module
 from zeromesh.engine.shardable import can_shard, require_apart
 from zeromesh.engine.spread import Spread, spread_of
 from zeromesh.errors import ModelError, nearest
@@ -178,7 +177,12 @@ def find_units(
         own_slot = nested or module in edges or names[module] in resident
         role = Role.RESIDENT if own_slot else Role.BLOCK
         units[module] = ModuleUnit(names=[names[module]], modules=[_outermost(model, module)], role=role)
-    _assign(model, units, precision, parts_by_module(model, parts) if parts else {}, shares)
+    part_of = None
+    if parts := tuple(parts):
+        from zeromesh.engine.parts import known_parts  # of parts=
+
+        part_of = known_parts(model, parts)
+    _assign(model, units, precision, part_of, shares)
     return [unit for unit in units.values() if unit.groups or unit is units[model]]
 
 
@@ -261,7 +265,7 @@ def _assign(
     model: nn.Module,
     units: dict[nn.Module, ModuleUnit],
     precision: Precision,
-    parts: Mapping[str, set[str]],
+    part_of: Callable[[Sequence[str]], str] | None,
     shares: Mapping[str, int],
 ) -> None:
     """Gives each parameter to the innermost unit that holds it; one that is tied across units goes to the root."""
@@ -284,7 +288,7 @@ def _assign(
             rewritten=rewritten,
             spread=spread_of(param, places[0][3]),
         )
-        kind = precision.alike(param.dtype), param.requires_grad, part_of(info.names, parts), False
+        kind = precision.alike(param.dtype), param.requires_grad, part_of(info.names) if part_of else "", False
         units[home].groups.setdefault(kind, []).append(info)
     for part, percent in shares.items():
         _keep_on_device(list(units.values()), part, percent)

@@ -30,8 +30,8 @@ from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import gather_over
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
+from zeromesh.engine.home import Home
 from zeromesh.engine.optim import stored, take_slices
-from zeromesh.engine.parts import Home
 from zeromesh.errors import MismatchError
 from zeromesh.strategy import Axis
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from zeromesh.comm import make_line
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import ParamRange
-from zeromesh.engine.parts import Home
+from zeromesh.engine.home import Home
 from zeromesh.engine.spread import Spread
 from zeromesh.owners.stacks import Stacking
 from zeromesh.pieces.owners import across

@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from zeromesh.engine.control import Control
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import ParamRange
+from zeromesh.engine.home import Home
 from zeromesh.engine.optim import UNPROVEN, WHOLE
 from zeromesh.engine.param import ShardedParameter
-from zeromesh.engine.parts import Home
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import MismatchError, OptimizerError
 from zeromesh.owners.beyond import Beyond

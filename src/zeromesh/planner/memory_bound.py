@@ -102,10 +102,11 @@ class MemoryBound:
         gather, reduce = self._gather_slots(experts), self._reduce_slots(experts)
         of_device = (shard for shard, on_host in self._shards(block, params, trainable) if not on_host)
         gathered = (by_param > 1) | self.host.shards_params
+        shared = (dropped > 1) | (by_param == 1)  # slots
         return np.asarray(
             sum(of_device, kept)
-            + np.where(gathered, np.where(dropped > 1, gather, width * params), 0.0)
-            + np.where((by_grad > 1) & ((by_param > 1) | (not self.joins)), reduce, 0.0)
+            + np.where(gathered, np.where(shared, gather, width * params), 0.0)
+            + np.where((by_grad > 1) & (gathered | (not self.joins)), reduce, 0.0)
         )
 
     def _shards(self, block: Block, params: int, trainable: int) -> list[tuple[Floats, bool]]:

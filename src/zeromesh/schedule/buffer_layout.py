@@ -285,6 +285,11 @@ class BufferLayout:
         return _host(self.layout, self.buffer)
 
     @property
+    def stepped_on_host(self) -> bool:
+        """Whether the state shard lies on the host, and the optimizer steps on it there."""
+        return self.host.shards_states and self.buffer.trainable and not self.streamed
+
+    @property
     def streamed(self) -> bool:
         """Whether the state shard lies on the host and comes to the device for each step of the optimizer."""
         return self.host.shards_states and self.buffer.trainable and self.layout.strategy.step == "device"
@@ -411,7 +416,8 @@ def _copy(operation: Copying, numel: int, dtype: str) -> Transfer:
 
 def _keeps_all(layout: Layout) -> bool:
     """Whether all parameters gathered under this layout are kept on the device from forward to backward."""
-    return all(axis.stage.kept and not axis.stage.hosted for axis in layout.param_axes if axis.size > 1)
+    axes = [axis for axis in layout.param_axes if axis.size > 1]
+    return all(axis.stage.kept and not axis.stage.hosted for axis in axes) if axes else not layout.gathers
 
 
 def _kept_axis(layout: Layout) -> Axis | None:

@@ -23,14 +23,18 @@ forward and backward; ``last`` marks the micro-batch after which the optimizer s
     SYNC        wait for the unit's reduction, or for all traffic (-1), in overlap modes that expose it
     FLUSH       queue the remaining reductions, wait for all after a last micro-batch
 
-[Note: Window] Where parameters are sharded, a step starts the refreshes of the first two units, and each unit's forward
-that of the first unit which is not prefetched yet. So behind a gather's own refresh at most one other is launched
-before it, which keeps the refreshes' lane at work. NCCL may start kernels in the order of their launch, over all
-communicators (NCCL_LAUNCH_ORDER_IMPLICIT): the gather then waits until that one begins, which is when its own ends. All
-ranks call the same units in the same order then. Where no parameters are sharded they may not, and one rank may call
-the model alone, so all refreshes start with the step.
+[Note: Window] Where parameters are gathered, a step starts the refreshes of the first two units, and each unit's
+forward that of the first unit which is not prefetched yet. So behind a gather's own refresh at most one other is
+launched before it, which keeps the refreshes' lane at work. NCCL may start kernels in the order of their launch, over
+all communicators (NCCL_LAUNCH_ORDER_IMPLICIT): the gather then waits until that one begins, which is when its own ends.
+All ranks call the same units in the same order then. Where no parameters are gathered they may not, and one rank may
+call the model alone, so all refreshes start with the step.
 
-Where no parameters are sharded a unit may be called many times, by parts (`zeromesh.schedule.unit.join`), and has no
+A refresh after a step in the host's memory is launched when that step has ended, and a device's host waits for it. So
+there the step starts none, and each unit starts the next one's when its own forward has been launched; units around
+others start none. All of that also where nothing is gathered, if refreshes are only copies to the device.
+
+Where no parameters are gathered a unit may be called many times, by parts (`zeromesh.schedule.unit.join`), and has no
 slot to give back: it stays open until the outermost forward has ended.
 """
 
@@ -105,7 +109,7 @@ class Schedule:
         memory: every buffer, in bytes.
         buckets: of whole tensors, of each optimizer that steps on such.
         beyond: axes beyond the layouts, which only whole tensors cross.
-        shards_params: whether any layout does: all ranks then call all units in the same order.
+        gathers: whether any layout does: all ranks then call all units in the same order.
         program: ops by (point, unit); unit is -1 for points of no unit.
     """
 
@@ -117,13 +121,16 @@ class Schedule:
     memory: MemoryPlan
     buckets: tuple[tuple[Bucket, ...], ...] = ()
     beyond: tuple[Axis, ...] = ()
-    shards_params: bool = field(init=False)
+    gathers: bool = field(init=False)
     program: Program = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        sharded = any(layout.degree(layout.param_axes) > 1 for layout in self.layouts)
-        object.__setattr__(self, "shards_params", sharded)
-        object.__setattr__(self, "program", _program(self.layout.strategy, sharded, self.units, self.order))
+        gathers, buffers = any(layout.gathers for layout in self.layouts), {b for unit in self.placed for b in unit}
+        late = self.memory.host is not None and any(buffer.stepped_on_host for buffer in buffers)
+        windowed = gathers or (late and not any(buffer.routes["refresh"].steps for buffer in buffers))
+        object.__setattr__(self, "gathers", gathers)
+        program = _program(self.layout.strategy, gathers, windowed, late, self.units, self.order)
+        object.__setattr__(self, "program", program)
 
     @classmethod
     def of(
@@ -201,30 +208,44 @@ class Schedule:
 
 
 class _Facts(NamedTuple):
-    """The facts on which a unit's operations depend."""
+    """The facts on which a unit's operations depend; `ahead` is the point at which it starts those of later units."""
 
     role: Role
     trainable: bool
+    ahead: PointKind | None
 
 
-def _program(strategy: Strategy, sharded: bool, units: Sequence[Unit], order: Sequence[int]) -> Program:
-    facts = tuple(_Facts(unit.role, unit.trainable) for unit in units)
-    prefetch = strategy.prefetch if sharded and strategy.overlap != "none" else 0
-    return _ops(sharded, prefetch, strategy.overlap == "all", facts, tuple(order))
+def _program(
+    strategy: Strategy, gathers: bool, windowed: bool, late: bool, units: Sequence[Unit], order: Sequence[int]
+) -> Program:
+    def ahead(unit: Unit) -> PointKind | None:
+        if not late:
+            return PointKind.PRE_FORWARD
+        around = any(unit.encloses(other) for other in units if other is not unit)
+        return None if around else PointKind.POST_FORWARD
+
+    facts = tuple(_Facts(unit.role, unit.trainable, ahead(unit)) for unit in units)
+    prefetch = strategy.prefetch if gathers and strategy.overlap != "none" else 0
+    overlaps = strategy.overlap == "all"
+    return _ops(gathers, prefetch, overlaps, windowed and overlaps, facts, tuple(order))
 
 
 @lru_cache(maxsize=64)
-def _ops(sharded: bool, prefetch: int, overlaps: bool, units: tuple[_Facts, ...], order: tuple[int, ...]) -> Program:
+def _ops(
+    gathers: bool, prefetch: int, overlaps: bool, windowed: bool, units: tuple[_Facts, ...], order: tuple[int, ...]
+) -> Program:
     """Layouts have few different ones, and a search comes here thousands of times: they share them."""
     program: dict[tuple[PointKind, int], tuple[Op, ...]] = {}
-    windowed = sharded and overlaps
+    late = any(facts.ahead is not PointKind.PRE_FORWARD for facts in units)
     for position, unit in enumerate(order):
         ahead, behind = order[position + 1 :], order[:position][::-1]
         prefetches = _prefetches(prefetch, units, ahead)
-        following = ahead[len(prefetches) :][:1] if windowed else ()
-        program[PointKind.PRE_FORWARD, unit] = (Op(Action.UNSHARD, unit), *prefetches, *_refreshes(units, following))
+        following = ahead[len(prefetches) :][:1] if windowed and not (late and prefetches) else ()
+        start = {units[unit].ahead: (*prefetches, *_refreshes(units, following))}
+        program[PointKind.PRE_FORWARD, unit] = (Op(Action.UNSHARD, unit), *start.get(PointKind.PRE_FORWARD, ()))
         # A block's content stays in its slot: where forward turns into backward the last ones need no second gather.
-        program[PointKind.POST_FORWARD, unit] = (Op(Action.RESHARD, unit),) if sharded else ()
+        reshard = (Op(Action.RESHARD, unit),) if gathers else ()
+        program[PointKind.POST_FORWARD, unit] = (*reshard, *start.get(PointKind.POST_FORWARD, ()))
         program[PointKind.PRE_BACKWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(prefetch, units, behind))
         program[PointKind.PRE_RECOMPUTE, unit] = (Op(Action.UNSHARD, unit),)
         program[PointKind.POST_RECOMPUTE, unit] = ()
@@ -232,10 +253,10 @@ def _ops(sharded: bool, prefetch: int, overlaps: bool, units: tuple[_Facts, ...]
         program[PointKind.POST_BACKWARD, unit] = (Op(Action.DROP, unit), *_reduce(overlaps, units[unit], unit))
     drop = _each(Action.DROP, order)
     program[PointKind.END_FORWARD, -1] = drop
-    program[PointKind.LEAVE, -1] = () if sharded else _each(Action.RESHARD, order)
+    program[PointKind.LEAVE, -1] = () if gathers else _each(Action.RESHARD, order)
     program[PointKind.END_BACKWARD, -1] = (Op(Action.FLUSH, -1), *drop)
     exposed = () if overlaps else (Op(Action.SYNC, -1),)
-    program[PointKind.STEPPED, -1] = (*_refreshes(units, order)[: 2 if windowed else None], *exposed)
+    program[PointKind.STEPPED, -1] = (*_refreshes(units, order)[: 2 * (not late) if windowed else None], *exposed)
     return program
 
 

@@ -187,7 +187,7 @@ class Setup:
         _require_on_device(asked, mechanics, workload)
         _require_parts(asked, workload, mechanics)
         layouts = layouts_of(mechanics.carried_out(asked), cluster.axes, {})
-        whole = all(layout.degree(layout.param_axes) == 1 for layout in layouts.values())
+        whole = not any(layout.gathers for layout in layouts.values())
         layout = layouts.pop("")
         shares = {"": asked.percent} if asked.percent < 100 else {}
         units, specs = schedule_units(model, workload, mechanics.bucket_bytes if whole else 0, tuple(layouts), shares)

@@ -133,6 +133,11 @@ class Layout:
         return self.world / (self.feeders or self.world)
 
     @property
+    def gathers(self) -> bool:
+        """Whether parameters are brought to the device for each use: from other ranks, or from the host."""
+        return self.degree(self.param_axes) > 1 or self.strategy.host.shards_params
+
+    @property
     def replica_axes(self) -> tuple[Axis, ...]:
         """Axes over which everything is replicated (stage 0), innermost first."""
         return tuple(axis for axis in self.axes if not axis.stage.shards_states)

@@ -66,11 +66,11 @@ def test_copies_to_and_from_the_host():
                 lines = {line.direction: line for line in traffic.lines() if line.axis == "host"}
             assert all(line.sent_bytes == line.predicted_bytes for line in lines.values()), (host, mix)
             grads, states = total // of_grads, total // of_states
-            further = mix != "node=3,cluster=3"  # the accumulated sum is reduced once more
+            further = mix != "node=3,cluster=3"  # the sum of micro-batches is reduced once more
             down, up = 4 * states, width * states
             if host == "2":
                 down = 4 * (grads * (micro_batches - further) + states * further)
-                up += 4 * grads * (further and micro_batches > 1)
+                up += 4 * grads * (micro_batches - 1)  # the sum so far
             assert (lines["down"].sent_bytes, lines["up"].sent_bytes) == (down, up), (host, mix)
 
 

@@ -165,6 +165,20 @@ def test_another_engine_s_offload_is_searched_as_far_as_it_goes() -> None:
         search(model, on_cores(small_cluster(4, memory_bytes=0.1e9)), workload)
 
 
+def test_a_large_model_is_trained_on_one_small_device_from_the_host_s_memory() -> None:
+    """The device holds two blocks at a time, with the embedding and the head."""
+    cluster = replace(find_cluster("rtx4090-8x-10g").take(1), host_memory_bytes=256e9)
+    workload = Workload(seq_len=2048, global_batch_tokens=1 << 13)
+    found, _ = search(preset("llama-13b"), cluster, workload)
+    strategy = found.best.candidate.strategy
+    assert strategy.host.shards_params
+    (choice,) = simulate_choices(preset("llama-13b"), cluster, workload, strategy)
+    block, ends = 317e6, 2 * 164e6
+    gathered, grads = 2 * (2 * block + ends), 4 * (2 * block + ends)  # reduced in a slot, added to what comes up
+    assert choice.simulation.fits
+    assert choice.simulation.memory.buffers == pytest.approx(gathered + grads, rel=0.02)
+
+
 def test_a_large_model_on_small_devices_takes_what_a_machine_has_of_memory() -> None:
     """Where something fits without the host it is searched only if asked for, and not recommended for nothing."""
     small = find_cluster("rtx4090-8x-10g").take(4)

@@ -357,3 +357,17 @@ def test_where_ranks_may_call_other_units_all_start_with_the_step():
     calls, made = issued("node=1,cluster=1", [0, 1, 2, 3, 4, 5])
     assert calls[:made] == [("refresh", unit) for unit in range(1, 6)]
     assert not {"refresh", "gather"} & {kind for kind, _ in calls[made:]}
+
+
+@pytest.mark.parametrize("strategy", ["host=1,node=3,cluster=1", "host=3,node=0,cluster=1", "host=2,node=0,cluster=0"])
+def test_a_forward_waits_for_no_other_unit_s_step_on_the_host(strategy: str):
+    calls, made = issued(strategy, [0, 1, 2, 3, 4, 5])
+    assert made == 0 and [unit for kind, unit in calls if kind == "refresh"] == [1, 2, 3, 4, 5]
+    for unit in range(2, 6):  # its refresh is launched behind the forward before its own
+        at = calls.index(("refresh", unit))
+        assert calls.index(("forward", unit - 1)) < at < calls.index(("forward", unit))
+
+
+def test_where_ranks_send_refreshes_and_may_call_other_units_the_host_s_start_with_the_step_too():
+    calls, made = issued("host=2,node=1,cluster=0", [0, 1, 2, 3, 4, 5])
+    assert calls[:made] == [("refresh", unit) for unit in range(1, 6)]
