@@ -174,7 +174,7 @@ def test_a_large_model_is_trained_on_one_small_device_from_the_host_s_memory() -
     assert strategy.host.shards_params
     (choice,) = simulate_choices(preset("llama-13b"), cluster, workload, strategy)
     block, ends = 317e6, 2 * 164e6
-    gathered, grads = 2 * (2 * block + ends), 4 * (2 * block + ends)  # reduced in a slot, added to what comes up
+    gathered, grads = 2 * (2 * block + ends), 4 * (2 * block + ends)  # one is reduced, the sum so far comes up
     assert choice.simulation.fits
     assert choice.simulation.memory.buffers == pytest.approx(gathered + grads, rel=0.02)
 
