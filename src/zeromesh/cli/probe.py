@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from zeromesh.errors import InputError
 
 if TYPE_CHECKING:
     from zeromesh.measure.probe import Probe
@@ -30,6 +33,9 @@ def probe(
     ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence of the model.")] = 2048,
     micro_batch: Annotated[int, typer.Option(help="Sequences per micro-batch of the model.")] = 1,
+    kernels: Annotated[
+        str, typer.Option(help="Kernels of the model's blocks: eager, or compiled by torch.compile.")
+    ] = "eager",
     rounds: Annotated[int, typer.Option(help="Number of timings per size.")] = 16,
     seconds: Annotated[float, typer.Option(help="Approximate seconds per level.")] = 12.0,
     accept_noise: Annotated[
@@ -50,12 +56,11 @@ def probe(
     from zeromesh.cli.measuring import mesh_of, starting_ranks
     from zeromesh.cli.workload import write
     from zeromesh.cluster import cluster_toml
-    from zeromesh.errors import InputError
     from zeromesh.measure.probe import probe as measure
 
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(f"the cluster file cannot be written: {output.absolute().parent} is no folder")
-    work = _work(model, dtype, seq_len, micro_batch)
+    work = _work(model, dtype, seq_len, micro_batch, kernels)
     with starting_ranks():
         started = mesh_of(mesh, ranks)
         found = measure(
@@ -81,20 +86,23 @@ def probe(
         print(f"\n{text}", end="")
 
 
-def _work(model: str, dtypes: list[str] | None, seq_len: int, micro_batch: int) -> Work | None:
+def _work(model: str, dtypes: list[str] | None, seq_len: int, micro_batch: int, kernels: str) -> Work | None:
     if not model:
+        if kernels != "eager":
+            raise InputError(f"--kernels {kernels} is measured at the shapes of a model: give --model")
         return None
     from zeromesh.measure.work import DTYPES, Work
     from zeromesh.model import load_model
 
     spec = load_model(model, seq_len=seq_len, trainable="all", dtype="fp32")
-    return Work.of(spec, dtypes=dtypes or DTYPES, sequences=micro_batch, tokens=seq_len)
+    return Work.of(spec, dtypes=dtypes or DTYPES, sequences=micro_batch, tokens=seq_len, kernels=kernels)
 
 
 def _print(found: Probe) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from zeromesh.cli.workload import tell
     from zeromesh.units import format_bytes_per_s, format_seconds
 
     table = Table("level", "ranks", "operation", "one rank sends", "latency", "spread", "halves differ", box=None)
@@ -106,7 +114,7 @@ def _print(found: Probe) -> None:
             )
     Console().print(table)
     for key, source in found.cluster.sources:
-        if key.endswith(".size"):
-            print(f"{key.removeprefix('level.').removesuffix('.size')}: {source}")
+        if key.endswith(".size") or key == "device.kernel":
+            tell(f"{key.removeprefix('level.').removesuffix('.size')}: {source}", sys.stdout)
     for each in found.missing:
-        print(f"not found: {each}")
+        tell(f"not found: {each}", sys.stdout)

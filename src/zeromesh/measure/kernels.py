@@ -32,6 +32,7 @@ from zeromesh.launch.ranks import Ranks
 from zeromesh.measure.llama import Blocks
 from zeromesh.measure.machine import DTYPES, rates
 from zeromesh.measure.work import Work
+from zeromesh.model.shape import KERNELS
 from zeromesh.model.spec import AttentionSpec, Recomputation
 from zeromesh.model.transformer import build
 
@@ -143,6 +144,9 @@ def _elementwise(ranks: Ranks, work: Work, dtype: str, others: tuple[Kernel, ...
     """The rest of a block, measured over several blocks that the engine runs on each rank by itself."""
     count = _blocks(ranks, work, dtype)
     blocks = Blocks(work.llama, count).to(ranks.device)
+    if work.kernels == "compiled":
+        for block in blocks.layers:
+            block.compile()
     param_dtype = None if dtype == "fp32" else DTYPES[dtype]
     # A mesh of this rank alone: it trains for itself, on its share of the machine.
     mesh = DeviceMesh(ranks.device.type, torch.tensor([ranks.rank]), mesh_dim_names=("node",), _init_backend=False)
@@ -159,7 +163,8 @@ def _elementwise(ranks: Ranks, work: Work, dtype: str, others: tuple[Kernel, ...
     forward_s, step_s = _seconds(lambda: model(x), ranks) / count, _seconds(step, ranks) / count
     backward_s = max(step_s - forward_s, LEAST_REST * step_s)
     # The same block as the cost model has it, on a device whose elementwise kernels take no time.
-    spec = next(unit for unit in build(work.llama, dtype=dtype).units if unit.attention is not None)
+    units = build(work.llama, dtype=dtype, kernels=KERNELS[work.kernels]).units
+    spec = next(unit for unit in units if unit.attention is not None)
     tokens = work.sequences * work.tokens
     moved = spec.activations.elementwise.at(work.tokens) * tokens
     known = _without_rest(dtype, others).unit(

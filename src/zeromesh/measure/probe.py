@@ -254,7 +254,10 @@ def _sources(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any]) -> dict[str
         "device.peak": "measured: the fastest of a few square products, on all ranks at once; not a data sheet's",
     }
     if works := raw.get("works"):
-        shown = "; ".join(f"{w['name']}, {w['sequences']} sequences of {w['tokens']} tokens" for w in works)
+        shown = "; ".join(
+            f"{w['name']} with {w['kernels']} kernels, {w['sequences']} sequences of {w['tokens']} tokens"
+            for w in works
+        )
         sources["device.kernel"] = (
             f"measured: products, attention and the rest of a block of {shown}, on all ranks at once"
         )

@@ -15,6 +15,9 @@ from zeromesh.model.spec import ModelSpec, UnitKind
 DTYPES = ("fp32", "bf16")
 """That kernels can be measured in."""
 
+MEASURED = ("eager", "compiled")
+"""The names of `zeromesh.model.shape.KERNELS` that torch alone can run; the others are libraries."""
+
 MOST_ELEMENTS = 1 << 25
 """That an optimizer is measured on: more takes as long for each."""
 
@@ -30,6 +33,7 @@ class Work:
         hidden, ffn, heads, head_dim: of a block; elementwise kernels are measured on a Llama's with these.
         products: (rows of a token, inner, outer) of all products.
         elements: of all parameters.
+        kernels: of that Llama's blocks; one of `MEASURED`.
     """
 
     name: str
@@ -42,14 +46,17 @@ class Work:
     head_dim: int
     products: tuple[tuple[float, int, int], ...]
     elements: int
+    kernels: str = "eager"
 
     @classmethod
-    def of(cls, spec: ModelSpec, *, dtypes: Sequence[str], sequences: int, tokens: int) -> Self:
+    def of(cls, spec: ModelSpec, *, dtypes: Sequence[str], sequences: int, tokens: int, kernels: str = "eager") -> Self:
         """The work of `spec`.
 
         Raises:
-            InputError: a dtype that cannot be measured, no block with attention, or no tokens.
+            InputError: a dtype or kernels that cannot be measured, no block with attention, or no tokens.
         """
+        if kernels not in MEASURED:
+            raise InputError(f"--kernels of a probe must be {one_of(kernels, MEASURED)}")
         for dtype in dtypes:
             if dtype not in DTYPES:
                 raise InputError(f"--dtype must be {one_of(dtype, DTYPES)}")
@@ -70,6 +77,7 @@ class Work:
             head_dim=block.attention.head_dim,
             products=tuple(sorted(products)),
             elements=min(MOST_ELEMENTS, sum(unit.count * unit.num_params for unit in spec.units)),
+            kernels=kernels,
         )
 
     @property

@@ -19,9 +19,12 @@ from tests.traffic import communication
 from zeromesh.errors import MeshError
 from zeromesh.launch.ranks import Ranks
 from zeromesh.measure import levels, parity, selftest
+from zeromesh.measure.kernels import _blocks, measure_kernels
 from zeromesh.measure.links import measure_links
 from zeromesh.measure.probe import from_raw
 from zeromesh.measure.steps import Batch, Training, from_json, measure_round, planned
+from zeromesh.model.shape import KERNELS
+from zeromesh.model.transformer import build
 
 BATCH = Batch(model="tiny", sequences=1, tokens=16, micro_batches=2)
 
@@ -69,6 +72,24 @@ def test_levels_are_found_alike_on_all_ranks():
     assert told.count(measured) == 4
     with pytest.raises(MeshError, match="4 ranks on 2 hosts are no equal blocks"):
         find("abab")
+
+
+@on_ranks(2)
+def test_compiled_blocks_are_compiled_and_count_the_bytes_of_compiled_kernels():
+    """At equal times, elementwise rates of kernels are in the ratio of the bytes that they move."""
+    compiled: list[torch.nn.Module] = []
+    rates, moved = {}, {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
+        patch.setattr("zeromesh.measure.kernels._seconds", lambda call, ranks: 1e-3)
+        for name in ("eager", "compiled"):
+            work = replace(BATCH.work, kernels=name)
+            rates[name] = next(one for one in measure_kernels(ranks_of(2), work) if one["kind"] == "elementwise")
+            units = build(work.llama, dtype="fp32", kernels=KERNELS[name]).units
+            moved[name] = next(unit.activations.elementwise.constant for unit in units if unit.attention is not None)
+            assert len(compiled) == {"eager": 0, "compiled": _blocks(ranks_of(2), work, "fp32")}[name]
+    for way in ("forward", "backward"):
+        assert rates["compiled"][way] / rates["eager"][way] == pytest.approx(moved["compiled"] / moved["eager"])
 
 
 @on_ranks(4)

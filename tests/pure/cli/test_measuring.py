@@ -35,6 +35,8 @@ def bench(zeromesh):
         ("zeromesh", "probe --mesh 4", "expected sizes by axis name"),
         ("zeromesh", "probe --mesh node=2 --ranks 2", "--mesh or --ranks, not both"),
         ("zeromesh", "probe --ranks 2 --rounds 3", "at least 4 rounds, got 3"),
+        ("zeromesh", "probe --ranks 2 --model llama-7b --kernels liger", "must be one of eager, compiled"),
+        ("zeromesh", "probe --ranks 2 --kernels compiled", "--kernels compiled is measured at the shapes of a model"),
         ("zeromesh", "selftest --steps 0", "--steps must be at least 1"),
         ("bench", "--steps 0", "at least 1 step"),
         ("bench", "2,2", "expected sizes by axis name"),
@@ -95,6 +97,17 @@ def test_a_probe_that_cannot_be_trusted_is_shown_and_refused(monkeypatch, zerome
     assert (tmp_path / "here.toml").exists()
     code, _, error = zeromesh(*arguments[:-1], "nowhere/here.toml", "--accept-noise")
     assert code == 2 and "nowhere is no folder" in error.replace("\n", "")
+
+
+def test_the_kernels_that_a_probe_measures_are_in_its_answer_and_file(monkeypatch, zeromesh, tmp_path):
+    from zeromesh.measure import probe
+
+    monkeypatch.setattr(probe, "on_all_ranks", lambda task, options, mesh: raw() | {"works": options["works"]})
+    arguments = "probe --mesh cluster=2,node=2 --model llama-7b --kernels compiled -o here.toml"
+    code, printed, _ = zeromesh(*arguments.split())
+    said = "llama-7b with compiled kernels, 1 sequences of 2048 tokens"
+    assert code == 0 and said in printed.replace("\n", " ")
+    assert said in (tmp_path / "here.toml").read_text()
 
 
 def test_levels_that_ranks_find_are_written_with_their_sources(monkeypatch, zeromesh, tmp_path):
