@@ -459,8 +459,13 @@ def _nothing_fits(evaluator: Evaluator, smallest: Candidate, crowded: Candidate 
     simulation = evaluator.simulation(smallest)
     memory, limit = simulation.memory, evaluator.limit_bytes
     name, device = evaluator.model.name, evaluator.cluster.device.name
-    fixed = memory.total - memory.params - memory.grads - memory.optimizer
-    sharded = (memory.total - fixed) * evaluator.cluster.world
+    sizes = dict(evaluator.division(smallest.parallel).cluster.axes)
+    # More devices are members of the outermost level: they take shards of the states that it shards, and of no others.
+    *_, outer = (Stage.THREE, *(term.stage for term in smallest.strategy.axes if sizes[term.name] > 1))
+    shards = outer.shards_params * memory.params + outer.shards_grads * memory.grads
+    shards += outer.shards_states * memory.optimizer
+    fixed = memory.total - shards
+    sharded = shards * evaluator.cluster.world
     if fixed < limit:
         world = int(np.ceil(sharded / (limit - fixed)))
         inner = evaluator.cluster.members_below(len(evaluator.cluster.levels) - 1)
@@ -468,8 +473,8 @@ def _nothing_fits(evaluator: Evaluator, smallest: Candidate, crowded: Candidate 
         remedy = f"about {world} devices of this kind would do"
     else:
         remedy = (
-            f"no number of devices would do: buffers, activations and overhead alone are {fixed / 1e9:.1f} GB; "
-            "shorten the sequence or take a device with more memory"
+            f"no number of devices would do: {fixed / 1e9:.1f} GB of it are the same on any number of them; shorten "
+            "the sequence, take a device with more memory or cut the model (--tp, --pp, or --space full)"
         )
     unpredicted = [f"shards in the host's memory are not searched for {' and '.join(hostless)}"] if hostless else []
     remedies = [remedy, *map(str, simulation.owners), *unpredicted]

@@ -83,7 +83,7 @@ def _sections(choices: Sequence[Choice], best: Choice) -> tuple[Section, ...]:
 
 
 _ANY = 0.97
-"""Share of computation from which on layouts differ by less than predictions err."""
+"""Share of computation from which on a layout hardly waits, and within which layouts are taken for equally fast."""
 
 
 def search_note(planned: Planned) -> str:
@@ -128,7 +128,9 @@ def choice_lines(planned: Planned) -> list[str]:
         )
     computed = best.compute_s / best.step_s
     if computed > _ANY:
-        lines.append(f"{computed:.0%} of the step is computation: any of these layouts will do")
+        alike = max(choice.simulation.step_s for choice in planned.candidates) <= best.step_s / _ANY
+        rest = "any of these layouts will do" if alike else "with this layout the network hardly matters"
+        lines.append(f"{computed:.0%} of the step is computation: {rest}")
     else:
         for_host = sum(seconds for axes, _, seconds in best.exposed if axes == HOST) / best.step_s
         beside = f", {for_host:.0%} for the host" if host is not Stage.ZERO else ""

@@ -49,9 +49,10 @@ def published_errors() -> tuple[Errors, ...]:
 
 
 def error_of_steps(parallel: Parallel) -> Errors | None:
-    """The error of whole steps with these degrees; None where no such step is published."""
+    """The error of whole steps with these degrees, or with others beside them; None where no such step is published."""
     cut = tuple(name for name in ("tp", "cp", "pp", "ep") if getattr(parallel, name) > 1)
-    return next((each for each in published_errors() if each.degrees == cut and "step times" in each.of), None)
+    near = [each for each in published_errors() if set(cut) <= set(each.degrees) and "step times" in each.of]
+    return min(near, key=lambda each: len(each.degrees), default=None)
 
 
 def uncertainty_lines(parallel: Parallel) -> Iterator[str]:

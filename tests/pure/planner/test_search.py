@@ -120,6 +120,10 @@ def test_nothing_fits_says_the_smallest_and_how_many_devices_would_do() -> None:
     assert found.best.memory_bytes <= 0.92 * 80e9
     with pytest.raises(NothingFitsError, match=r"no number of devices would do"):
         search(small_model(), small_cluster(4, 4, memory_bytes=0.9e9), WORKLOAD)
+    # Megatron-LM shards the optimizer's states alone: no number of devices makes room for parameters and gradients.
+    model = preset("llama-13b")
+    with pytest.raises(NothingFitsError, match=r"no number of devices would do.* cut the model \(--tp, --pp"):
+        plan(model, cluster, workload, emit=lambda each: EMITTERS["megatron-lm"](each, model))
 
 
 @pytest.mark.parametrize("machine_bytes", [None, 1.2e9])

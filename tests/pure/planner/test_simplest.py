@@ -45,6 +45,10 @@ def test_a_plain_layout_is_recommended_where_split_ones_gain_little(planned: Pla
     assert first.startswith(f"fastest: {planned.fastest.simulation.named}; it is ") and "more memory" in first
     assert error.startswith("both step times are predictions, which were ") and "% off at the median of " in error
     assert network.endswith("% of the step is computation: any of these layouts will do")
+    simulation = planned.best.simulation
+    slow = replace(planned.best, simulation=replace(simulation, step_s=1.1 * simulation.step_s))
+    *_, network = choice_lines(replace(planned, candidates=(*planned.candidates, slow)))
+    assert network.endswith("% of the step is computation: with this layout the network hardly matters")
     # Candidates are of different kinds.
     shown = [choice.candidate for choice in planned.candidates]
     estimates = [estimate for estimate in planned.found.ranked if estimate.candidate in shown]

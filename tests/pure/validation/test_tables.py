@@ -14,7 +14,7 @@ from validation.score import GOALS, score
 from validation.tables import SOURCES
 from validation.tables.amsp import _ENGINES, AMSP_LAYOUT, amsp_step
 from zeromesh.parallel import WHOLE, Parallel
-from zeromesh.report.uncertainty import published_errors, uncertainty_lines
+from zeromesh.report.uncertainty import error_of_steps, published_errors, uncertainty_lines
 
 SOURCE_OF = {
     **dict.fromkeys(("AMSP Table V", "AMSP Fig. 12"), "amsp"),
@@ -166,6 +166,10 @@ def test_assumptions_are_complete():
     time, ratio, memory, *_ = published_errors()
     assert [*uncertainty_lines(WHOLE)] == [str(time), str(ratio), str(memory)]
     assert str(time).startswith("predicted step times of other engines: ") and time.rows > 100
+    # Steps of other degrees have the error of the nearest published steps.
+    assert error_of_steps(WHOLE) == time
+    nearest = error_of_steps(Parallel(tp=2))
+    assert nearest is not None and nearest.degrees == ("tp", "pp") and error_of_steps(Parallel(ep=2)) is None
     lines = list(uncertainty_lines(Parallel(ep=2, cp=2)))
     assert lines[0] == "ep: no published step is at hand, so the error of these seconds is not known"
     assert [line.partition(":")[0] for line in lines[1:]] == ["cp", "ep"]
