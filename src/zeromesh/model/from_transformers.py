@@ -91,14 +91,17 @@ def _build(fields: dict[str, Any], where: str) -> nn.Module:
         raise ModelError(f"{where}: model_type must be one that transformers knows, got {model_type!r}; {clause}")
     try:
         config: Any = AutoConfig.for_model(model_type, **fields)
-        module: nn.Module = trained_as(config).from_config(config, trust_remote_code=False)
+        module: Any = trained_as(config).from_config(config, trust_remote_code=False)
     except Exception as error:  # each version and model of transformers has its own classes for a bad value
         raise ModelError(
             f"{where}: transformers {transformers.__version__} cannot build model_type {model_type!r} from these "
             f"{len(fields)} keys and its own defaults for the rest: {type(error).__name__}: {str(error).strip()}. Give "
             f"the config.json that a published model has, or package.module:function that returns the module"
         ) from error
-    return module
+    if getattr(module, "loss_type", "") is None:
+        module.loss_type = "ForCausalLM"  # as transformers takes it to be, with a warning at each start
+    made: nn.Module = module
+    return made
 
 
 def trained_as(config: Any) -> Any:

@@ -66,7 +66,7 @@ TORCHTITAN = {
 
 _NEEDLESS = re.compile(
     r"""(.*\.)?(
-    gradient_accumulation_steps | fsdp_(version|auto_wrap_policy|transformer_layer_cls_to_wrap|use_orig_params)
+    fsdp_(version|auto_wrap_policy|transformer_layer_cls_to_wrap|use_orig_params)
     | overlap_comm | contiguous_gradients | reduce_scatter | allgather_partitions | round_robin_gradients | pin_memory
     | .*bucket_size | stage3_.* | sub_group_size | .*prefetch.* | implementation | selective_ac_option
     | torch_autocast.enabled | context_parallel_rotate_method | zero_allow_untested_optimizer
@@ -271,7 +271,10 @@ def _imported(
         ours = table.get(key)
         if key in has.asked or value in (None, False, "none", "no", "", [], 0, -1, "Adam", "AdamW"):
             continue
-        if ours is None:
+        if key.endswith("gradient_accumulation_steps"):  # zeromesh has it from the batch of all ranks
+            known = value == 1 or "train_batch_size" in has
+            without += [] if known else [f"{key} = {value}: set batch.global_sequences, of all ranks and micro-batches"]
+        elif ours is None:
             without += [] if _NEEDLESS.fullmatch(key) else [f"{key} = {value}"]
         elif not (ours.startswith("--") and value == 1):
             keys[ours] = dtype_name(value, key) if ours.startswith("dtypes.") else value

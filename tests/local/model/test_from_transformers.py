@@ -50,6 +50,15 @@ def test_what_is_read_is_what_torch_counts(tmp_path: Path, model_type: str, more
     assert planned_flops(found, seq_len) == pytest.approx(real_flops(built, seq_len), rel=1e-4)
 
 
+def test_transformers_has_nothing_to_warn_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows no loss by the name of GPT-2's class."""
+    warned: list[str] = []
+    monkeypatch.setattr("transformers.modeling_utils.logger.warning_once", warned.append)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 50}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "gpt2"}))
+    assert load_model(str(tmp_path), seq_len=32).num_params > 0 and not warned
+
+
 def test_models_that_are_choosy(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL | {"model_type": "fnet"}))
     found = load_model(str(tmp_path), seq_len=32, dtype="bf16")

@@ -147,6 +147,9 @@ def test_keys_are_ours_and_what_has_none_is_listed(write: Any) -> None:
         "optimizer.warmup_steps": 100,
     }
     assert found.without == ("scheduler.type = WarmupLR", "flops_profiler.enabled = True")
+    whole = ZERO3 | {"train_batch_size": "auto", "gradient_accumulation_steps": 4}
+    first, *_ = read_foreign(write("ds.json", json.dumps(whole))).without
+    assert first.startswith("gradient_accumulation_steps = 4: set batch.global_sequences")
     assert found.strategy() == "node=3,cluster=3"  # of which the file says no sizes
     found = read_foreign(write("a.yaml", FSDP2.replace("OFFLOAD", "false").replace("REPLICAS", "1")))
     assert found.mesh == TWO and found.keys["model.activation_checkpointing"] == "full"
