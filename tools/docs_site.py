@@ -23,7 +23,7 @@ BROUGHT_IN = {
     "lab/README.md": "lab.md",
     "benchmarks/results/README.md": "results.md",
 }
-LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 REFERENCE = """# Reference
 
 The calls and classes of `import zeromesh as zm`, from their docstrings.
@@ -41,13 +41,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links of the repository as links of the site."""
+    """Links and pictures of the repository as those of the site."""
     site = page.file.src_uri
     inside = {made: path for path, made in BROUGHT_IN.items()}
     source = inside.get(site, posixpath.join("docs", site))
 
     def link(match: re.Match[str]) -> str:
-        text, target = match[1], match[2]
+        mark, text, target = match.groups()
         if "://" in target or target.startswith("#"):
             return match[0]
         path, _, anchor = target.partition("#")
@@ -57,7 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if files.get_file_from_path(made) is None:
             return text
         relative = posixpath.relpath(made, posixpath.dirname(site) or ".")
-        return f"[{text}]({relative}{'#' + anchor if anchor else ''})"
+        return f"{mark}[{text}]({relative}{'#' + anchor if anchor else ''})"
 
     return LINK.sub(link, markdown)
 

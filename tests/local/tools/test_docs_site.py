@@ -85,6 +85,7 @@ def test_every_page_opens_in_a_browser(tmp_path: Path) -> None:
     page = (site / "planning.html").read_text()
     for feature in ("md-footer__link--next", "md-footer__link--prev", 'data-md-color-scheme="slate"', "search.js"):
         assert feature in page
+    assert 'src="readme/levels.svg"' in (site / "index.html").read_text() and (site / "readme/levels.svg").exists()
     assert (site / "search/search_index.js").exists() and "unpkg" not in page  # nothing is loaded from elsewhere
     if browser is None:
         pytest.skip("no browser here: the site was built and its links followed, and not opened")
