@@ -345,6 +345,9 @@ class _Level(_Table):
         return super().of(value).model_copy(update=own)
 
 
+_LEVELS = "one [[level]] table per level, innermost first"
+
+
 class _Cluster(_Table):
     name: Text
     description: str = ""
@@ -352,10 +355,15 @@ class _Cluster(_Table):
     host_copy_bytes_per_s: Bandwidth | None = Field(None, alias="host_copy")
     host_step_bytes_per_s: Bandwidth | None = Field(None, alias="host_step")
     device: _Device
-    levels: tuple[_Level, ...] = Field(
-        alias="level", min_length=1, description="one [[level]] table per level, innermost first"
-    )
+    levels: tuple[_Level, ...] = Field(alias="level", description=_LEVELS)
     sources: dict[str, Text] = {}
+
+    @field_validator("levels")
+    @classmethod
+    def _some(cls, value: tuple[_Level, ...]) -> tuple[_Level, ...]:
+        if not value:  # a least length would also be missed where a level is wrong
+            raise InputError(f"expected {_LEVELS}")
+        return value
 
     @cached_property
     def made(self) -> Cluster:

@@ -96,8 +96,14 @@ MEMORY, PEAK = 'memory = "80 GB"', 'bf16 = "312 TFLOP/s"'
             'size = 128\nkind = "nvlnk"',
             r"level\[1\]: .*kind must be one of .*ethernet.*got 'nvlnk': did you mean nvlink",
         ),
+        (
+            "[[level]]",
+            "[[level]]\nsizes = 8",
+            r"level\[0\]\.sizes: unknown key; did you mean size\?\n  level\[1\]\.sizes: [^\n]*$",
+        ),
         (PEAK, f'{PEAK}\n[device.achievable]\nbf16 = "2712 TFLOP/s"', r"achievable .* of the peak, so bf16 needs"),
         ("[device]", "[device", "not valid TOML"),
+        (GOOD, f"level = []\n{GOOD[: GOOD.index('[[level]]')]}", r"level: expected one \[\[level\]\] table per level"),
         (GOOD[GOOD.index("[[level]]") :], "", r"level: is missing; expected one \[\[level\]\] table per level"),
     ],
 )
