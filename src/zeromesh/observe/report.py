@@ -225,12 +225,14 @@ class traffic_report:  # used as a function that is also a context
         """
         # Whether frozen units have a backward depends on their inputs: the forward has shown it by now.
         returned, units = self._engine.interpreter.returned, self._engine.units
+        held = [[[len(s) for s in b.states.values()] for b in unit.buffers] for unit in units]
+        stepped = any(counts for unit in held for counts in unit)
         predicted = sent_bytes_per_axis(
             self._engine.schedule,
             micro_batches=self._micro_batches,
             recompute=self._recompute,
             returned=lambda unit: unit in returned or not returned,
-            moments=max((len(s) for unit in units for b in unit.buffers for s in b.states.values()), default=2),
+            moments=lambda unit, buffer: held[unit][buffer] if stepped else (2,),
         )
         schedule, sent = self._engine.schedule, Counter[str]()
         for call in self.calls:

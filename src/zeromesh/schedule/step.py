@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, TypeVar
@@ -122,7 +122,7 @@ def step_transfers(
     micro_batches: int,
     recompute: bool = False,
     returned: Callable[[int], bool] = lambda unit: True,
-    moments: int = 2,
+    moments: Callable[[int, int], Iterable[int]] = lambda unit, buffer: (2,),
 ) -> list[tuple[int, Transfer]]:
     """Every collective of one step in steady state, as (unit, transfer), in the order of issue.
 
@@ -131,11 +131,13 @@ def step_transfers(
         micro_batches: at least 1.
         recompute: whether the forwards of all blocks are repeated in the backward.
         returned: as in `run_micro_batch`.
-        moments: states that the optimizer keeps of each element.
+        moments: of a buffer of a unit, by their indices: how many states of each element every optimizer keeps that
+            steps on it on the device.
     """
     counted = Counted(schedule)
     for unit in schedule.order:
-        counted.sent += [(unit, copy) for placed in schedule.placed[unit] for copy in placed.stream(moments)]
+        for index, placed in enumerate(schedule.placed[unit]):
+            counted.sent += [(unit, copy) for count in moments(unit, index) for copy in placed.stream(count)]
     interpreter = Interpreter(schedule=schedule, backend=counted)
     interpreter.stepped(range(len(schedule.units)))
     for micro in range(micro_batches):

@@ -294,3 +294,20 @@ def test_an_error_of_the_first_step_is_raised_there():
         pytest.raises(MemoryError, match="no memory"),
     ):
         optimizer.step()
+
+
+def test_copies_of_several_optimizers_that_step_on_one_buffer_are_predicted():
+    """Each brings the whole buffer; SGD has the masters alone."""
+    model = make("host=1,node=0,cluster=0;step=device")
+    matrices, vectors = ([param for param in model.parameters() if (param.ndim == 2) == two] for two in (True, False))
+    optimizers = torch.optim.AdamW(matrices), torch.optim.SGD(vectors, lr=0.1)
+    for seed in 0, 1:  # the first step makes the states
+        backward(model, seed)
+        with zm.traffic_report(model, micro_batches=1) as traffic:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            backward(model, seed)
+    numel = sum(placed.padded for unit in engine_of(model).schedule.placed for placed in unit)
+    lines = [line for line in traffic.lines() if line.axis == "host"]
+    assert [line.sent_bytes for line in lines] == [line.predicted_bytes for line in lines] == [8 * numel * (3 + 1)] * 2
