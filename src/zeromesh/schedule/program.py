@@ -31,8 +31,8 @@ All ranks call the same units in the same order then. Where no parameters are ga
 call the model alone, so all refreshes start with the step.
 
 A refresh after a step in the host's memory is launched when that step has ended, and a device's host waits for it. So
-there the step starts none, and each unit starts the next one's when its own forward has been launched; units around
-others start none. All of that also where nothing is gathered, if refreshes are only copies to the device.
+there the step starts none, and each unit's forward only those of units that it prefetches, or of the next one. All of
+that also where nothing is gathered, if refreshes are only copies to the device.
 
 Where no parameters are gathered a unit may be called many times, by parts (`zeromesh.schedule.unit.join`), and has no
 slot to give back: it stays open until the outermost forward has ended.
@@ -208,44 +208,40 @@ class Schedule:
 
 
 class _Facts(NamedTuple):
-    """The facts on which a unit's operations depend; `ahead` is the point at which it starts those of later units."""
+    """The facts on which a unit's operations depend."""
 
     role: Role
     trainable: bool
-    ahead: PointKind | None
 
 
 def _program(
     strategy: Strategy, gathers: bool, windowed: bool, late: bool, units: Sequence[Unit], order: Sequence[int]
 ) -> Program:
-    def ahead(unit: Unit) -> PointKind | None:
-        if not late:
-            return PointKind.PRE_FORWARD
-        around = any(unit.encloses(other) for other in units if other is not unit)
-        return None if around else PointKind.POST_FORWARD
-
-    facts = tuple(_Facts(unit.role, unit.trainable, ahead(unit)) for unit in units)
+    facts = tuple(_Facts(unit.role, unit.trainable) for unit in units)
     prefetch = strategy.prefetch if gathers and strategy.overlap != "none" else 0
     overlaps = strategy.overlap == "all"
-    return _ops(gathers, prefetch, overlaps, windowed and overlaps, facts, tuple(order))
+    return _ops(gathers, prefetch, overlaps, windowed and overlaps, late, facts, tuple(order))
 
 
 @lru_cache(maxsize=64)
 def _ops(
-    gathers: bool, prefetch: int, overlaps: bool, windowed: bool, units: tuple[_Facts, ...], order: tuple[int, ...]
+    gathers: bool,
+    prefetch: int,
+    overlaps: bool,
+    windowed: bool,
+    late: bool,
+    units: tuple[_Facts, ...],
+    order: tuple[int, ...],
 ) -> Program:
     """Layouts have few different ones, and a search comes here thousands of times: they share them."""
     program: dict[tuple[PointKind, int], tuple[Op, ...]] = {}
-    late = any(facts.ahead is not PointKind.PRE_FORWARD for facts in units)
     for position, unit in enumerate(order):
         ahead, behind = order[position + 1 :], order[:position][::-1]
         prefetches = _prefetches(prefetch, units, ahead)
         following = ahead[len(prefetches) :][:1] if windowed and not (late and prefetches) else ()
-        start = {units[unit].ahead: (*prefetches, *_refreshes(units, following))}
-        program[PointKind.PRE_FORWARD, unit] = (Op(Action.UNSHARD, unit), *start.get(PointKind.PRE_FORWARD, ()))
+        program[PointKind.PRE_FORWARD, unit] = (Op(Action.UNSHARD, unit), *prefetches, *_refreshes(units, following))
         # A block's content stays in its slot: where forward turns into backward the last ones need no second gather.
-        reshard = (Op(Action.RESHARD, unit),) if gathers else ()
-        program[PointKind.POST_FORWARD, unit] = (*reshard, *start.get(PointKind.POST_FORWARD, ()))
+        program[PointKind.POST_FORWARD, unit] = (Op(Action.RESHARD, unit),) if gathers else ()
         program[PointKind.PRE_BACKWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(prefetch, units, behind))
         program[PointKind.PRE_RECOMPUTE, unit] = (Op(Action.UNSHARD, unit),)
         program[PointKind.POST_RECOMPUTE, unit] = ()

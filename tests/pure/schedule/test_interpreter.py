@@ -360,12 +360,12 @@ def test_where_ranks_may_call_other_units_all_start_with_the_step():
 
 
 @pytest.mark.parametrize("strategy", ["host=1,node=3,cluster=1", "host=3,node=0,cluster=1", "host=2,node=0,cluster=0"])
-def test_a_forward_waits_for_no_other_unit_s_step_on_the_host(strategy: str):
+def test_a_forward_waits_for_the_next_unit_s_step_on_the_host_and_no_later_one(strategy: str):
     calls, made = issued(strategy, [0, 1, 2, 3, 4, 5])
     assert made == 0 and [unit for kind, unit in calls if kind == "refresh"] == [1, 2, 3, 4, 5]
-    for unit in range(2, 6):  # its refresh is launched behind the forward before its own
-        at = calls.index(("refresh", unit))
-        assert calls.index(("forward", unit - 1)) < at < calls.index(("forward", unit))
+    for unit in range(2, 6):
+        before = calls[: calls.index(("forward", unit - 1))]
+        assert ("refresh", unit) in before and ("refresh", unit + 1) not in before
 
 
 def test_where_ranks_send_refreshes_and_may_call_other_units_the_host_s_start_with_the_step_too():
