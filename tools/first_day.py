@@ -167,10 +167,11 @@ def parts(devices: int, kind: str) -> list[Part]:
 
 
 def judge_kernels(result: Mapping[str, Any]) -> Iterable[Check]:
-    """At least 85 % of a copy's rate, of the longest tensor of each format and dtype."""
+    """At least 85 % of a copy's rate, of the longest tensor of each format, rounding and dtype."""
     longest: dict[str, Mapping[str, Any]] = {}
     for row in sorted(result["results"], key=lambda row: int(row["tensor_bytes"])):
-        longest[f"int{row['bits']} of {row['dtype']}"] = row
+        rounding = "stochastic" if row["stochastic"] else "to nearest"
+        longest[f"int{row['bits']} of {row['dtype']}, {rounding}"] = row
     for name, row in longest.items():
         slowest, share = min(row["share_of_copy"].items(), key=lambda pair: float(pair[1]))
         yield _within(f"{slowest} of {name}, {row['tensor_bytes']:,} bytes, over a copy's rate", share, least=0.85)

@@ -90,13 +90,15 @@ def test_goals_of_a_device() -> None:
     assert [check.held for check in checks] == [True, False, True, False]
     found = [{"name": name, "status": name, "detail": "-"} for name in ("failed", "look")]
     assert [check.held for check in judge_selftest({"checks": found})] == [False, True]
-    # Kernels are judged by their longest tensor.
+    # Kernels are judged by their longest tensor, each way to round by itself.
+    form = {"bits": 8, "dtype": "fp32"}
     rows = [
-        {"bits": 8, "dtype": "fp32", "tensor_bytes": size, "share_of_copy": {"quantise": share, "reduce": 0.99}}
-        for size, share in ((2, 0.8), (1, 0.9))
+        form | {"stochastic": stochastic, "tensor_bytes": size, "share_of_copy": {"quantise": share, "reduce": 0.99}}
+        for stochastic, size, share in ((False, 2, 0.8), (True, 2, 0.95), (False, 1, 0.9))
     ]
-    (check,) = judge_kernels({"results": rows})
-    assert not check.held and check.what.startswith("quantise of int8 of fp32, 2 bytes") and check.found == "0.8"
+    nearest, stochastic = judge_kernels({"results": rows})
+    assert nearest.what.startswith("quantise of int8 of fp32, to nearest, 2 bytes") and nearest.found == "0.8"
+    assert not nearest.held and stochastic.held and stochastic.found == "0.95"
 
 
 def test_parts_within_the_budget_end_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
