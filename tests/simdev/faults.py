@@ -26,7 +26,7 @@ def without_start(kind: str) -> Iterator[None]:
             return put(self, job, ticket)
         with self._stream:
             error = self.run(job, ticket.label)
-        ticket._finish(error, self._stream.record_event(), self._stream.device, job)
+        ticket._finish(error, self._stream.record_event(), self._stream.device_index, job)
 
     with mock.patch.object(lane._Stream, "put", early):
         yield
@@ -44,7 +44,7 @@ def without_end(kind: str) -> Iterator[None]:
         before = self._stream.record_event()
         with self._stream:
             error = self.run(job, ticket.label)
-        ticket._finish(error, before, self._stream.device, job)
+        ticket._finish(error, before, self._stream.device_index, job)
 
     with mock.patch.object(lane._Stream, "put", early):
         yield
@@ -55,8 +55,8 @@ def without_keeping() -> Iterator[None]:
     """A ticket lets go of its job's tensors before the job is waited for."""
     finish = Ticket._finish
 
-    def let_go(self, error=None, event=None, device=None, job=None):
-        finish(self, error, event, device, None)
+    def let_go(self, error=None, event=None, index=None, job=None):
+        finish(self, error, event, index, None)
 
     with mock.patch.object(Ticket, "_finish", let_go):
         yield

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -161,7 +160,7 @@ def _native_reduce_scatter(region: Tensor, target: Target, group: AxisGroup) -> 
     pg = group.reduce.process_group
     exchange.native(lambda: reduce_scatter_single(own, region, op, group=pg), region.nbytes - own.nbytes)
     exchange.finish()
-    replace(target, scale=scale).take(own)
+    Target(out=target.out, scale=scale, accumulate=target.accumulate).take(own)
 
 
 def _native_all_reduce(tensor: Tensor, group: AxisGroup, scale: float) -> None:

@@ -12,7 +12,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -176,10 +176,15 @@ class Exchange:
         self.operation = operation
         self.process_group = channel.process_group
         self._channel = channel
-        self._tag = zlib.crc32(repr((channel.started, operation, shape)).encode()) & 0x7FFFFFFF
+        self._agreed = channel.started, operation, shape
         channel.used(channel.started + 1)
         self._sends: list[Wait] = []
         self._sent_bytes = self._messages = 0
+
+    @cached_property
+    def _tag(self) -> int:
+        """The number that its messages carry; a backend's own collectives have none."""
+        return zlib.crc32(repr(self._agreed).encode()) & 0x7FFFFFFF
 
     @property
     def peers(self) -> list[int]:

@@ -43,7 +43,7 @@ from zeromesh.comm import AxisGroup, Chain, Lane, Ticket, all_reduce_max
 from zeromesh.comm.lane import Job
 from zeromesh.engine.chain import Groups, ReduceChains, Scratch, bring, reduce_chains, refresh_chain, unshard_chain
 from zeromesh.engine.flat import FlatShards, GradDestinations
-from zeromesh.engine.leaf import Leaf, PlainLeaf, close_leaf, open_leaf, versions_of
+from zeromesh.engine.leaf import Leaf, PlainLeaf, classes_of, versions_of
 from zeromesh.engine.param import UNSETTLED, ShardedParameter
 from zeromesh.engine.spread import local_of
 from zeromesh.errors import ModelError
@@ -162,9 +162,9 @@ class UnitShards:
         return True
 
     @cached_property
-    def closing(self) -> list[Leaf]:
-        """Leaves over memory that others use when the unit does not: [Note: Leaves]."""
-        return [leaf for buffer in self.buffers for leaf in buffer.leaves] if self.shares_slot else []
+    def closing(self) -> list[tuple[Leaf, type[Leaf], type[Leaf]]]:
+        """Leaves over memory that others use when the unit does not, each with its open and closed class."""
+        return [(leaf, *classes_of(leaf)) for b in self.buffers for leaf in b.leaves if self.shares_slot]
 
     @cached_property
     def leaf_of(self) -> dict[nn.Parameter, Leaf]:
@@ -434,8 +434,8 @@ class DeviceBackend:
                 raise _replaced(param)
         for params, key, leaf, _, _ in sites:
             params[key] = leaf
-        for leaf in shards.closing:
-            open_leaf(leaf)
+        for leaf, opened, _ in shards.closing:
+            leaf.__class__ = opened
         shards.show_casts(cast=True)
         in_slot = shards.in_slot
         # Not again where nothing has been gathered since: it counts changes in place.
@@ -477,8 +477,8 @@ class DeviceBackend:
         for params, key, _, param, _ in self.units[unit].sites:
             params[key] = param
         self.units[unit].show_casts(cast=False)
-        for leaf in self.units[unit].closing:
-            close_leaf(leaf)
+        for leaf, _, closed in self.units[unit].closing:
+            leaf.__class__ = closed
         self.units[unit].versions = []
 
     def has_grads(self, unit: int) -> bool:

@@ -391,10 +391,11 @@ class FlatShards:
         shown = False
         for index, param in enumerate(self.optimizer_params if self.spec.trainable else ()):
             held = _references(self.optimizer_grads, index) > _ALONE  # also by `param.grad`
-            zeroed, is_shown = self.optimizer_grads[index].zeroed, param.grad is self.optimizer_grads[index]
-            shown = shown or (param.grad is not None and not (is_shown and zeroed))
-            if held and not (is_shown and zeroed):
-                self.optimizer_grads[index] = leave_memory(self.optimizer_grads[index])
+            grad, own = param.grad, self.optimizer_grads[index]
+            zeros = grad is own and own.zeroed
+            shown = shown or not (grad is None or zeros)
+            if held and not zeros:
+                self.optimizer_grads[index] = leave_memory(own)
         return shown
 
     def show_grad(self, position: int, *, used: bool, reduced: bool) -> None:

@@ -89,7 +89,7 @@ class ClosedSpreadLeaf(_Closed, SpreadLeaf):
     __slots__ = ()
 
 
-_CLOSED: dict[type, type] = {PlainLeaf: ClosedPlainLeaf, SpreadLeaf: ClosedSpreadLeaf}
+_CLOSED: dict[type[Leaf], type[Leaf]] = {PlainLeaf: ClosedPlainLeaf, SpreadLeaf: ClosedSpreadLeaf}
 _OPEN = {closed: opened for opened, closed in _CLOSED.items()}
 
 
@@ -107,12 +107,10 @@ def make_leaf(memory: Tensor, trainable: bool, name: str, spread: Spread | None)
     return leaf
 
 
-def open_leaf(leaf: Leaf) -> None:
-    leaf.__class__ = _OPEN.get(type(leaf), type(leaf))
-
-
-def close_leaf(leaf: Leaf) -> None:
-    leaf.__class__ = _CLOSED.get(type(leaf), type(leaf))
+def classes_of(leaf: Leaf) -> tuple[type[Leaf], type[Leaf]]:
+    """Its class while it is open, and while it is closed."""
+    opened = _OPEN.get(type(leaf), type(leaf))
+    return opened, _CLOSED[opened]
 
 
 def versions_of(leaf: Leaf) -> tuple[Tensor, ...]:
