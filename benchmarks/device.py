@@ -44,6 +44,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeromesh as zm
+from zeromesh.cluster import Cluster, Device, Level
 from zeromesh.measure.llama import Llama, loss_of
 from zeromesh.measure.setting import read_setting
 from zeromesh.measure.shapes import SHAPES, llama_shape
@@ -215,9 +216,16 @@ def predicted_peak(strategy: str, setting: str, args: argparse.Namespace) -> flo
     )
     with torch.device("meta"):
         model = WithLoss(MODELS[args.model])
-    choice = zm.simulate(model, "h100-8x-ndr", workload, f"{strategy},cluster=0", world=args.ranks)
+    choice = zm.simulate(model, cluster_of(args.ranks), workload, strategy)
     memory = choice.simulation.memory
     return memory.total - memory.overhead
+
+
+def cluster_of(ranks: int) -> Cluster:
+    """Memory does not depend on rates. A preset is read by pydantic, which a bare GPU machine may lack."""
+    card = Device(name="any", memory_bytes=140e9, peak_flops={"bf16": 1e15, "fp32": 1e14})
+    node = Level(name="node", size=ranks, bandwidth_bytes_per_s=450e9, latency_s=1e-6)
+    return Cluster(name="any", device=card, levels=(node,), host_memory_bytes=2e12)
 
 
 def peak_alone(side: str, setting: str, args: argparse.Namespace) -> dict[str, Any]:

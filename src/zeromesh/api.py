@@ -121,11 +121,13 @@ def _search(model: Any, cluster: Cluster | str, workload: Workload, world: int, 
 def _load(
     model: Any, cluster: Cluster | str, workload: Workload, world: int, trainable: str
 ) -> tuple[ModelSpec, Cluster]:
-    from zeromesh.cluster import find_cluster
     from zeromesh.model import load_model
 
-    hardware = find_cluster(cluster) if isinstance(cluster, str) else cluster
-    hardware = hardware.take(world) if world else hardware
+    if isinstance(cluster, str):
+        from zeromesh.cluster import find_cluster
+
+        cluster = find_cluster(cluster)
+    hardware = cluster.take(world) if world else cluster
     if isinstance(model, str):
         return load_model(model, seq_len=workload.seq_len, trainable=trainable, dtype=workload.param_dtype), hardware
     if trainable != "all":

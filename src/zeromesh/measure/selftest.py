@@ -26,7 +26,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeromesh.cluster import cluster_toml
 from zeromesh.errors import InputError
 from zeromesh.files import write_whole
 from zeromesh.measure.launch import Mesh, is_first, mesh_text, on_all_ranks
@@ -126,7 +125,7 @@ def selftest(mesh: Mesh, output: Path, *, steps: int = 6) -> Result | None:
     try:
         found = from_raw(raw["probe"], mesh, "selftest") if raw["probe"] else None
         checks += _probed(found)
-        cluster = cluster_toml(found.cluster) if found else ""
+        cluster = _file_of(found)
         checks += _predicted(found, raw)
     except Exception as error:
         traceback.print_exc()
@@ -373,6 +372,15 @@ def _probed(found: Probe | None) -> Iterator[Check]:
         noisy = [f"{operation}: {one.noise}" for operation, one in level.fits.items() if not one.trusted]
         status = "look" if noisy else "ok"
         yield Check(name=f"links, {level.name}", status=status, detail="; ".join([detail, *noisy]))
+
+
+def _file_of(found: Probe | None) -> str:
+    """The text of the measured cluster's file."""
+    if found is None:
+        return ""
+    from zeromesh.cluster import cluster_toml  # needs pydantic, which a bare GPU machine may lack
+
+    return cluster_toml(found.cluster)
 
 
 def _devices(machine: Mapping[str, Any]) -> Check:
