@@ -96,6 +96,7 @@ def test_shards_in_the_host_s_memory():
         few, many = (require_ordered(strategy, replace(CASE, micro_batches=count)) for count in (2, 4))
         assert len(few.host_waits) == len(many.host_waits) > 0, strategy
         assert not [read for read in many.host_reads if "comm/host.py" in read.where], strategy
+    require_ordered("host=2,node=1,cluster=0;overlap=none", CASE)
     checker = require_ordered("host=3d,node=3,cluster=3h", CASE)
     waits = [wait for wait in checker.host_waits if any("engine/backend.py" in line for line in wait.stack)]
     assert 0 < len(waits) <= 2 * 2 * CASE.steps + 2, len(waits)

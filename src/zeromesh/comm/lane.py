@@ -29,6 +29,8 @@ from zeromesh.errors import CommunicationError
 
 Job = Callable[[], object]
 
+_HOST = torch.device("cpu")
+
 _HIGH = -1
 """A stream's priority, as FSDP2's: where kernels wait for a place on the device, a lane's go first. One that is late
 keeps all ranks of its axis waiting."""
@@ -103,8 +105,8 @@ class _Runner:
     """Runs a lane's jobs where they are put. Of the first that failed it keeps the text alone, since the error itself
     holds the job's frames alive."""
 
-    def __init__(self, lane: str) -> None:
-        self._lane = lane
+    def __init__(self, lane: str, device: torch.device = _HOST) -> None:
+        self._lane, self._device = lane, device
         self._cause: str | None = None
 
     def put(self, job: Job, ticket: Ticket) -> None:
@@ -125,7 +127,9 @@ class _Runner:
         return None
 
     def synchronize(self) -> None:
-        """A job that was waited for has ended."""
+        """A thread's job that was waited for has ended; one on the caller's own stream need not have."""
+        if self._device.type != "cpu":
+            torch.accelerator.current_stream(self._device.index).synchronize()
 
     def close(self) -> None:
         """Accepts no more jobs."""
@@ -145,7 +149,7 @@ class Lane:
     def __init__(self, name: str, *, device: torch.device, inline: bool = False) -> None:
         self.name = name
         if inline:
-            self._runner = _Runner(name)
+            self._runner = _Runner(name, device)
         else:
             self._runner = _Thread(name) if device.type == "cpu" else _Stream(name, device)
         self._finalizer = weakref.finalize(self, self._runner.close)

@@ -143,10 +143,10 @@ class Agreement:
         """Whether any rank has had a gradient of each parameter, in the order of units; collective.
 
         Raises:
-            MismatchError: on all ranks, where parameters are gathered and units were called in different orders.
+            MismatchError: on all ranks, where parameters are sharded and units were called in different orders.
         """
         used = [flag for unit in self._backend.units for flags in unit.used for flag in flags]
-        if self._ordered and not self._interpreter.schedule.gathers:
+        if self._ordered and not self._interpreter.schedule.shards_params:
             return self._beside(used)
         order = zlib.crc32(repr(self._interpreter.seen).encode()) % _PRIME
         calls = self._interpreter.digest % _PRIME
@@ -171,13 +171,13 @@ class Agreement:
 
     def _learn(self, same_order: bool, same_gathers: bool) -> None:
         schedule, seen = self._interpreter.schedule, self._interpreter.seen
-        if schedule.gathers and not (same_order and same_gathers):
+        if schedule.shards_params and not (same_order and same_gathers):
             names = [self._backend.units[unit].name or "(root)" for unit in seen]
             raise MismatchError(
-                "all ranks must call the units in the same order while parameters are gathered; in this step they did "
+                "all ranks must call the units in the same order while parameters are sharded; in this step they did "
                 f"not: on rank {self._control.rank} the order was {', '.join(names)}. Gradients of this step are not "
-                "valid. Run every unit on every rank (on dummy data if need be), or use stages 0, 1 and 2 only, of the "
-                "host too"
+                "valid. Run every unit on every rank (on dummy data if need be), or shard no parameters (stages 0, 1, "
+                "2)"
             )
         if not self._ordered and same_order:
             self._ordered = True

@@ -53,7 +53,7 @@ def adapt(model: nn.Module, dtype: torch.dtype | None) -> None:
         _keep_trainable(model)
     elif isinstance(model, PreTrainedModel):
         give_method(model, "save_pretrained", functools.partial(_save_pretrained, dtype=dtype))
-    for part in model.modules() if engine_of(model).schedule.gathers else ():
+    for part in model.modules() if engine_of(model).schedule.shards_params else ():
         if isinstance(part, GenerationMixin):
             give_method(part, "generate", _generate)
 

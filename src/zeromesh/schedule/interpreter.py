@@ -18,7 +18,7 @@ accumulated. PARTIAL: the accumulator holds micro-batches, reduced over the axes
 shard holds the reduced gradient; later gradients of the same backward are reduced by themselves, then added, so nothing
 is reduced twice.
 
-[Note: Turns] Where parameters are gathered all ranks call the same units in the same order, and a unit is reduced as
+[Note: Turns] Where parameters are sharded all ranks call the same units in the same order, and a unit is reduced as
 soon as its calls are over: [Note: Reverse]. Elsewhere ranks may call different units, so reductions are issued in the
 reverse of an order that all share, each once in a backward: a unit waits for those after it, and one that nothing on
 this rank will come back to sends zeros. A unit that is not known to be over by then has its turn when autograd has
@@ -302,7 +302,7 @@ class Interpreter(Generic[T]):
                 self._drop(op.unit)
             case Action.REDUCE | Action.FLUSH if self.backward is not None and self.backward.inputs_only:
                 pass
-            case Action.REDUCE if self.schedule.gathers:
+            case Action.REDUCE if self.schedule.shards_params:
                 self._reduce(op.unit)
             case Action.REDUCE:
                 self._take_turns()
@@ -422,7 +422,7 @@ class Interpreter(Generic[T]):
     def _flush(self) -> None:
         backward = self._running
         for position, unit in enumerate(reversed(self.schedule.order)):
-            if position == backward.turn and not self.schedule.gathers:
+            if position == backward.turn and not self.schedule.shards_params:
                 self._reduce_in_turn(unit)
             if not self.schedule.units[unit].trainable:
                 continue

@@ -23,12 +23,12 @@ forward and backward; ``last`` marks the micro-batch after which the optimizer s
     SYNC        wait for the unit's reduction, or for all traffic (-1), in overlap modes that expose it
     FLUSH       queue the remaining reductions, wait for all after a last micro-batch
 
-[Note: Window] Where parameters are gathered, a step starts the refreshes of the first two units, and each unit's
-forward that of the first unit which is not prefetched yet. So behind a gather's own refresh at most one other is
-launched before it, which keeps the refreshes' lane at work. NCCL may start kernels in the order of their launch, over
-all communicators (NCCL_LAUNCH_ORDER_IMPLICIT): the gather then waits until that one begins, which is when its own ends.
-All ranks call the same units in the same order then. Where no parameters are gathered they may not, and one rank may
-call the model alone, so all refreshes start with the step.
+[Note: Window] Where parameters are sharded, a step starts the refreshes of the first two units, and each unit's forward
+that of the first unit which is not prefetched yet. So behind a gather's own refresh at most one other is launched
+before it, which keeps the refreshes' lane at work. NCCL may start kernels in the order of their launch, over all
+communicators (NCCL_LAUNCH_ORDER_IMPLICIT): the gather then waits until that one begins, which is when its own ends. All
+ranks call the same units in the same order then. Where no parameters are sharded they may not, and one rank may call
+the model alone, so all refreshes start with the step.
 
 A refresh after a step in the host's memory is launched when that step has ended, and a device's host waits for it. So
 there the step starts none, and each unit's forward only those of units that it prefetches, or of the next one. All of
@@ -109,7 +109,8 @@ class Schedule:
         memory: every buffer, in bytes.
         buckets: of whole tensors, of each optimizer that steps on such.
         beyond: axes beyond the layouts, which only whole tensors cross.
-        gathers: whether any layout does: all ranks then call all units in the same order.
+        shards_params: whether any layout does: all ranks then call all units in the same order.
+        gathers: whether any brings parameters to the device for each use, of other ranks or of the host.
         program: ops by (point, unit); unit is -1 for points of no unit.
     """
 
@@ -121,15 +122,21 @@ class Schedule:
     memory: MemoryPlan
     buckets: tuple[tuple[Bucket, ...], ...] = ()
     beyond: tuple[Axis, ...] = ()
+    shards_params: bool = field(init=False)
     gathers: bool = field(init=False)
     program: Program = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        gathers, buffers = any(layout.gathers for layout in self.layouts), {b for unit in self.placed for b in unit}
-        late = self.memory.host is not None and any(buffer.stepped_on_host for buffer in buffers)
-        windowed = gathers or (late and not any(buffer.routes["refresh"].steps for buffer in buffers))
+        gathers = any(layout.gathers for layout in self.layouts)
+        sharded = any(layout.degree(layout.param_axes) > 1 for layout in self.layouts)
+        late = self.memory.host is not None and any(b.stepped_on_host for unit in self.placed for b in unit)
+        windowed = sharded or (late and not any(b.routes["refresh"].steps for unit in self.placed for b in unit))
+        object.__setattr__(self, "shards_params", sharded)
         object.__setattr__(self, "gathers", gathers)
-        program = _program(self.layout.strategy, gathers, windowed, late, self.units, self.order)
+        strategy, overlaps = self.layout.strategy, self.layout.strategy.overlap == "all"
+        prefetch = strategy.prefetch if gathers and strategy.overlap != "none" else 0
+        facts = tuple(_Facts(unit.role, unit.trainable) for unit in self.units)
+        program = _program(gathers, prefetch, overlaps, windowed and overlaps, late, facts, self.order)
         object.__setattr__(self, "program", program)
 
     @classmethod
@@ -214,17 +221,8 @@ class _Facts(NamedTuple):
     trainable: bool
 
 
-def _program(
-    strategy: Strategy, gathers: bool, windowed: bool, late: bool, units: Sequence[Unit], order: Sequence[int]
-) -> Program:
-    facts = tuple(_Facts(unit.role, unit.trainable) for unit in units)
-    prefetch = strategy.prefetch if gathers and strategy.overlap != "none" else 0
-    overlaps = strategy.overlap == "all"
-    return _ops(gathers, prefetch, overlaps, windowed and overlaps, late, facts, tuple(order))
-
-
 @lru_cache(maxsize=64)
-def _ops(
+def _program(
     gathers: bool,
     prefetch: int,
     overlaps: bool,

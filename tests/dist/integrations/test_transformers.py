@@ -293,8 +293,10 @@ def test_a_frozen_base_of_low_precision_is_sharded_in_it(tmp_path):
     )
 
 
+@pytest.mark.parametrize("strategy", ["node=3", "host=3,node=0"])
 @on_ranks(2)
-def test_ranks_generate_unequal_lengths(tmp_path):
+def test_ranks_generate_unequal_lengths(tmp_path, strategy):
+    """Also where blocks come from the host, and each rank's by themselves; and they train afterwards."""
     from zeromesh.integrations.transformers import Trainer
 
     def generated(trainer: Any, which: int) -> list[int]:
@@ -313,10 +315,11 @@ def test_ranks_generate_unequal_lengths(tmp_path):
             model=ends(build()),
             args=arguments(tmp_path),
             train_dataset=samples(),
-            sharding=sharding("node=3", {"node": 2}),
+            sharding=sharding(strategy, {"node": 2}),
         )
         trainer.shard_model()
         assert generated(trainer, dist.get_rank()) == expected[dist.get_rank()]
+        trainer.train()
 
 
 @on_ranks(1)

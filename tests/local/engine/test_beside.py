@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -311,3 +312,17 @@ def test_copies_of_several_optimizers_that_step_on_one_buffer_are_predicted():
     numel = sum(placed.padded for unit in engine_of(model).schedule.placed for placed in unit)
     lines = [line for line in traffic.lines() if line.axis == "host"]
     assert [line.sent_bytes for line in lines] == [line.predicted_bytes for line in lines] == [8 * numel * (3 + 1)] * 2
+
+
+def test_one_process_generates_with_blocks_that_come_from_the_host():
+    import transformers as hf  # several seconds
+
+    from zeromesh.integrations.pretrained import adapt
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    plain = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=64, **sizes))
+    model = zm.shard(copy.deepcopy(plain), None, "host=3,node=0", bucket_bytes=0)
+    adapt(model, None)  # as Trainer and from_pretrained do
+    prompt, options = torch.arange(4)[None], {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))

@@ -94,8 +94,8 @@ def test_the_step_overlaps_as_the_model_says() -> None:
     for own, other in itertools.product(("node=3,cluster=3", "node=0,cluster=0"), repeat=2):
         plain = layout_of(other, "experts")
         schedule = Schedule.of(Layout.of(f"{own};prefetch=2", MESH), units(DENSE, SPARSE), parts={"experts": plain})
-        assert schedule.gathers == ("3" in own + other)
-        assert len(schedule.memory.gather.slot_bytes) == (1 + 3 if schedule.gathers else 0)
+        assert schedule.shards_params == ("3" in own + other)
+        assert len(schedule.memory.gather.slot_bytes) == (1 + 3 if schedule.shards_params else 0)
     kept = {"experts": layout_of("expert=3k", "experts")}  # whole, beside others that are not
     both = Schedule.of(layout_of("node=3,cluster=0"), units(DENSE, SPARSE), parts=kept)
     (_, experts), placed = both.memory.persistent[1], both.placed[1][1]
