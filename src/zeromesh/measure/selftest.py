@@ -92,9 +92,10 @@ class Result:
 
 
 def strategies(mesh: Mesh) -> dict[str, str]:
-    """Layouts to try on a mesh, by name: every stage, and stages that differ between levels."""
+    """Layouts to try on a mesh, by name: every stage, and stages that differ between levels. The first one scatters
+    sums in place, which not every backend promises."""
     levels = list(mesh)[::-1]
-    layouts = {f"all {stage}": dict.fromkeys(levels, stage) for stage in ("0", "1", "2", "3", "3d")}
+    layouts = {f"all {stage}": dict.fromkeys(levels, stage) for stage in ("2", "0", "1", "3", "3d")}
     if sum(size > 1 for size in mesh.values()) > 1:
         for stage in ("0", "1", "3k"):
             layouts[f"3 inside, {stage} outside"] = {**dict.fromkeys(levels, "3"), levels[-1]: stage}
