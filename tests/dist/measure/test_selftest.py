@@ -134,7 +134,7 @@ def test_a_rank_that_dies_leaves_a_file(tmp_path: Path) -> None:
     assert ended.returncode == 1 and "FAILED in " in ended.stdout, ended
     found = json.loads((tmp_path / "found.json").read_text())
     doing, check = found["checks"]
-    assert doing["name"] == "parity, all 0 (node=0)" and doing["status"] == "failed"
+    assert doing["name"] == "parity, all 2 (node=2)" and doing["status"] == "failed"
     # The other rank may have time to say that it was left alone, before it is ended.
     assert doing["detail"] == "begun, and not ended" or "rank 0: " in doing["detail"], doing
     assert check["name"] == "all ranks start, and live to the end" and check["status"] == "failed"
