@@ -215,7 +215,7 @@ class BufferLayout:
             if host.shards_grads:
                 routes["reduce"] = replace(routes["reduce"], down=_copy("down", grads, dtype))
                 # Into the slot of the gradient that has been reduced by then, if it is as long.
-                fits = self.waits and slot_bytes(grads, dtype) <= self.slot_bytes(self.slot_dtype)
+                fits = self.waits and grads * ITEM_BYTES[dtype] <= self.padded * ITEM_BYTES[self.slot_dtype]
                 routes["up"] = Route(held=dtype, up=_copy("up", grads, dtype), passing=0 if fits else grads)
         return replace(self, routes=routes, from_kept=from_kept)
 

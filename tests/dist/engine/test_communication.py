@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zeromesh as zm
-from tests.dist.parity import Case, backward, mesh_of, sharded, take_step
+from tests.dist.parity import Case, backward, local_part, mesh_of, sharded, take_step
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.schedule import LANES, Transfer, lane_axes
@@ -72,6 +74,21 @@ def test_copies_to_and_from_the_host():
                 down = 4 * (grads * (micro_batches - further) + states * further)
                 up += 4 * grads * (micro_batches - 1)  # the sum so far
             assert (lines["down"].sent_bytes, lines["up"].sent_bytes) == (down, up), (host, mix)
+
+
+@on_ranks(2)
+def test_a_sum_that_its_slot_does_not_hold_comes_up_beside_it():
+    """Sums in fp64 of gradients that are sent in bf16, of units so small that the slots' rounding hides it."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))).double()
+    model, batch = copy.deepcopy(plain), torch.ones(2, 2, dtype=torch.double)
+    zm.shard(model, mesh_of(2), "host=2,node=3", units=[nn.Linear], reduce_dtype=torch.bfloat16)
+    for last in (False, False, True):
+        with zm.accumulate(model, last=last):
+            model(batch).square().mean().backward()
+        plain(batch).square().mean().backward()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.local, local_part(param, other.grad), rtol=1e-2, atol=1e-3)
 
 
 @on_ranks(4)
