@@ -80,12 +80,13 @@ def shard(
         if not any(layout.gathers for layout in layouts.values()):
             found = join_modules(found, precision, options.bucket_bytes)
         spreads = spreads_of(found)
-        beyond = {"": groups_beyond(mesh, spreads.get("", ()))}
         if len(layouts) > 1:
             from zeromesh.engine.parts import beyond_of, require_known_buffers  # of parts=
 
             require_known_buffers(model, layouts)
             beyond = beyond_of(spreads, mesh, meshes)
+        else:
+            beyond = {"": groups_beyond(mesh, spreads.get("", ()))}
         require_wires(layouts, [module.describe(precision) for module in found], repeated_over(found, beyond))
         return precision, layouts, found, beyond, lazy_sources(model)
 

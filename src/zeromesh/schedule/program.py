@@ -32,7 +32,7 @@ the model alone, so all refreshes start with the step.
 
 A refresh after a step in the host's memory is launched when that step has ended, and a device's host waits for it. So
 there the step starts none, and each unit's forward only those of units that it prefetches, or of the next one. All of
-that also where nothing is gathered, if refreshes are only copies to the device.
+that also where no parameters are sharded, if refreshes are only copies to the device.
 
 Where no parameters are gathered a unit may be called many times, by parts (`zeromesh.schedule.unit.join`), and has no
 slot to give back: it stays open until the outermost forward has ended.
@@ -250,7 +250,8 @@ def _program(
     program[PointKind.LEAVE, -1] = () if gathers else _each(Action.RESHARD, order)
     program[PointKind.END_BACKWARD, -1] = (Op(Action.FLUSH, -1), *drop)
     exposed = () if overlaps else (Op(Action.SYNC, -1),)
-    program[PointKind.STEPPED, -1] = (*_refreshes(units, order)[: 2 * (not late) if windowed else None], *exposed)
+    at_once = order if not windowed else () if late else [unit for unit in order if units[unit].trainable][:2]
+    program[PointKind.STEPPED, -1] = (*_refreshes(units, at_once), *exposed)
     return program
 
 
