@@ -224,6 +224,20 @@ def test_ours_and_others_train_on_it_as_they_are(system):
 
 
 @clocked(1)
+def test_a_trace_names_the_waits_for_steps_on_the_host():
+    """The host itself waits, and the computation's stream stands still."""
+    model, batch = zm.shard(plain(), None, "host=1,node=3"), torch.empty(8, 640, device="simdev")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with zm.record_trace(model) as recording:
+        for _ in range(3):
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    trace = recording.steps[-1]
+    assert trace.seconds(name="wait for step", kind="wait") > 0.5 * trace.step_s > 2 * trace.seconds(kind="compute")
+
+
+@clocked(1)
 def test_a_process_keeps_its_clock():
     assert simdev.start(clock=CLOCK).virtual
     with pytest.raises(InputError, match=r"clocked by .*cannot become virtual"):

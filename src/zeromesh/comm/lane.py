@@ -52,9 +52,13 @@ class Ticket:
         self._index: int | None = None  # of the device: torch looks one up by its index in half the time
         self._job: Job | None = None
 
+    def launched(self) -> bool:
+        """Whether the job has ended, or lies in its stream: then a stream waits for it, and not the host."""
+        return not self._pending.locked()
+
     def done(self) -> bool:
         """Whether the job has ended, on the device too."""
-        return not self._pending.locked() and (self._event is None or self._event.query())
+        return self.launched() and (self._event is None or self._event.query())
 
     def wait(self) -> None:
         """The caller's next work comes after the job.

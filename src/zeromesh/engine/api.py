@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.engine.build import build_engine, make_control, make_homes, mesh_axes, mesh_device
 from zeromesh.engine.chain import require_wires
-from zeromesh.engine.engine import Engine, Pipeline
+from zeromesh.engine.engine import Engine
 from zeromesh.engine.hooks import install_on_method
 from zeromesh.engine.lifecycle import Weight
 from zeromesh.engine.materialise import lazy_sources, read_lazy, settle
@@ -274,16 +273,19 @@ def clip_grad_norm_(
         RuntimeError: with `error_if_nonfinite`, as in torch.
     """
     engines = [engine_of(each) for each in ([model] if isinstance(model, nn.Module) else model)]
-    pipeline = require_joint(engines)
-    grads, totals = list[list[Tensor]](), list[Tensor]()
+    if joint := len(engines) != 1 or engines[0].pipeline is not None:
+        from zeromesh.engine.joint import joint_norm, require_joint  # of several models
+
+        pipeline = require_joint(engines)
+    shown, totals = list[list[ShardedParameter]](), list[Tensor]()
     for engine in engines:
-        shown = [param for param in engine.optimizer_params() if param.grad is not None]
-        grads.append([param.grad.local for param in shown])  # type: ignore[union-attr]  # slices
-        norms = slice_norms(grads[-1], [param.elements.spans for param in shown], norm_type)
-        norms = norms.to(torch.promote_types(grads[-1][0].dtype, torch.float32)) if shown else torch.zeros(1)
+        shown.append(own := [param for param in engine.optimizer_params() if param.grad is not None])
+        grads = [param.grad.local for param in own]  # type: ignore[union-attr]  # slices
+        norms = slice_norms(grads, [param.elements.spans for param in own], norm_type)
+        norms = norms.to(torch.promote_types(grads[0].dtype, torch.float32)) if own else torch.zeros(1)
         totals.append(torch.linalg.vector_norm(norms, norm_type))
     total = totals[0]
-    if pipeline is not None or len(engines) > 1:
+    if joint:
         total = joint_norm(totals, norm_type, pipeline, engines[0].control.device).to(total.dtype)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
@@ -291,52 +293,15 @@ def clip_grad_norm_(
             "continue"
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for own in grads:
-        for device in {grad.device for grad in own}:
-            torch._foreach_mul_([grad for grad in own if grad.device == device], factor.to(device))
+    for engine, own in zip(engines, shown, strict=True):
+        grads = [param.grad.local for param in own]  # type: ignore[union-attr]  # slices
+        if any(param.steps_there for param in own):
+            from zeromesh.engine.beside import leave_to_step  # of host=
+
+            grads = leave_to_step(engine.backend, own, factor)
+        for device in {grad.device for grad in grads}:
+            torch._foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
     return total
-
-
-def require_joint(engines: Sequence[Engine]) -> Pipeline | None:
-    """The pipeline that `engines` are this rank's part of; None of models that are in none.
-
-    Raises:
-        InputError: they have no joint norm: the other ranks would wait, or sum another.
-    """
-    pipeline = next((engine.pipeline for engine in engines if engine.pipeline is not None), None)
-    if pipeline is None:
-        ranks = [dist.get_process_group_ranks(e.control.group) if e.control.group else [] for e in engines]
-        if ranks.count(ranks[0]) != len(ranks):
-            raise InputError(
-                f"a joint norm needs models on the same ranks, or all of this rank's stages of one pipeline; these are "
-                f"on ranks {' and '.join(map(str, ranks))}: for stages, call zm.pipeline(stages) first"
-            )
-        return None
-    own = [engine() for engine in pipeline.stages.values()]
-    if len(engines) != len(own) or any(engine not in own for engine in engines):
-        raise InputError(
-            f"this rank holds stages {', '.join(map(str, pipeline.stages))} of a pipeline, and the norm covers all of "
-            f"them; got {len(engines)} model(s): pass the models of exactly these stages, as a list, on all ranks"
-        )
-    return pipeline
-
-
-def joint_norm(norms: Sequence[Tensor], order: float, pipeline: Pipeline | None, device: torch.device) -> Tensor:
-    """The norm of all that `norms` are the norms of, here and in the other stages; 0-d, the same on all ranks.
-
-    Args:
-        norms: of this rank's models, each the same on all ranks of its mesh.
-        order: p of the p-norm.
-        pipeline: that they are a part of.
-        device: of the exchanged values.
-    """
-    own: Tensor = torch.linalg.vector_norm(torch.stack([norm.double().to(device) for norm in norms]), order)
-    if pipeline is not None:
-        # Gathered, not reduced: a maximum over ranks drops nan or keeps it by their order.
-        found = [torch.zeros_like(own) for _ in range(dist.get_world_size(pipeline.group))]
-        dist.all_gather(found, own, group=pipeline.group)
-        own = torch.linalg.vector_norm(torch.stack(found), order)
-    return own
 
 
 def refresh(model: nn.Module) -> None:

@@ -222,6 +222,9 @@ LaneName = LaneKind | Literal["step", "step 0", "step 1"]
 STREAMED: tuple[LaneName, LaneName] = ("step 0", "step 1")
 """The lanes of steps on the device, for units of even and of odd numbers: one's copies run beside the other's step."""
 
+_CLIP = -1
+"""Among units."""
+
 ByLane = tuple[tuple[LaneKind, Chain], ...]
 """Chains of several lanes, each after the one before."""
 
@@ -279,7 +282,7 @@ class DeviceBackend:
         refreshed = [b.master_in_params for u in units for b in u.buffers if b.placed.routes["refresh"].down]
         self._landing: tuple[LaneKind, ...] = (*COPIES, "refresh") if refreshed else COPIES
         self._rewrites = any(refreshed)  # parameters come down onto masters inside them
-        self._steps: dict[int, Ticket] = {}  # on the host, of units, since somebody has last waited for all
+        self._steps: dict[int, Any] = {}  # tickets of units on the host since somebody has last waited for all; a clip
 
     def _bind(self, unit: UnitShards) -> UnitChains:
         groups, scratch, host = self.groups, self.scratch, self.host
@@ -386,6 +389,16 @@ class DeviceBackend:
         lane: LaneName = STREAMED[unit % 2] if streamed else "step"
         self._steps[unit] = self.lanes[lane].submit(job, f"step {self.units[unit].name}", after=self._steps.get(unit))
         self._list_unsettled()
+
+    def owe(self, clip: Any = None) -> Any:
+        """Leaves a clip of gradients in the host's memory to a step that asks for it, or to `settle`; returns the one
+        that was left."""
+        owed = self._steps.pop(_CLIP, None)
+        if clip is not None:
+            self._steps[_CLIP] = clip
+        if clip is not owed:
+            self._list_unsettled()
+        return owed
 
     def park(self, owner: object, *, whole: bool = False) -> None:
         """Its shards have left their memory, or the `whole` model has, until this is called with None; `owner` is the

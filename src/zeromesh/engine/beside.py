@@ -5,7 +5,8 @@ gradient. So an optimizer of the same class steps on one unit at a time, over pl
 lane of the host. Units go in the order of the forward, and the refresh of each follows its step. The groups are copies:
 a scheduler may go on to the next rate at once.
 
-Gradients and states stay at their places meanwhile. Whoever looks at a slice's values, a gradient's or a state comes
+A clip leaves its factor to the step, whose kernels multiply by it in passing. Gradients and states stay at their places
+meanwhile. Whoever looks at a slice's values, a gradient's or a state comes
 after the steps (`settle`), and so does the first backward after them, which writes to the gradients' memory. A plain
 tensor of such memory that somebody has kept from before knows nothing of it.
 
@@ -27,13 +28,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zeromesh.comm.host import HostArena
 from zeromesh.engine.chain import show_master
 from zeromesh.engine.flat import FlatShards, HostStates
-from zeromesh.engine.param import MARKED, ShardedParameter, settle
+from zeromesh.engine.param import MARKED, ShardedParameter, Slice, settle
 
 _Step = Callable[[Any], object]
 
@@ -71,6 +73,7 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
     own = dict(vars(optimizer))
     if own.get("found_inf") is not None:
         own["found_inf"] = own["found_inf"].clamp(max=1)  # GradScaler adds up devices; kernels skip a step for 1 alone
+    clips = _clips_of(optimizer)
     own_of: dict[type[_Part], dict[str, Any]] = {}
     parts: dict[tuple[Any, int, type[_Part]], _Part] = {}
     first = False
@@ -86,7 +89,11 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
                 if kind not in own_of:
                     own_of[kind] = {name: kind.number(value) for name, value in own.items()}
                 parts[key] = kind(optimizer, own_of[kind], None if engine is None else engine.backend, unit)
+                if kind is _OnHost and engine in clips:
+                    parts[key].factor = clips[engine].factor
             if not parts[key].take(index, param, grad):
+                for clip in clips.values():
+                    clip.wait()
                 return False
             first = first or not dict.__contains__(optimizer.state, param)
     here = parts.pop(_HERE, None)
@@ -101,6 +108,47 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
     return True
 
 
+class _Clip:
+    """A clip of gradients in the host's memory, by the id of their slices, that nobody has multiplied yet."""
+
+    def __init__(self, grads: dict[int, Tensor], factor: Tensor) -> None:
+        self.grads, self.factor = grads, factor
+
+    def wait(self) -> None:
+        """Multiplies them, for one who looks."""
+        grads, self.grads = [*self.grads.values()], {}
+        torch._foreach_mul_(grads, self.factor)
+
+
+def leave_to_step(backend: Any, params: Sequence[ShardedParameter], factor: Tensor) -> list[Tensor]:
+    """Leaves the clip of gradients in the host's memory to the step that reads them, whose kernels multiply in passing.
+
+    Returns:
+        The other gradients of `params`.
+    """
+    grads = {param: cast(Slice, param.grad).local for param in params}
+    there = {id(param.grad): grad for param, grad in grads.items() if param.steps_there}
+    if {grad.dtype for grad in there.values()} != {torch.float32}:  # in which kernels take a factor
+        return [*grads.values()]
+    if float(own := factor.to("cpu", torch.float32)) != 1:
+        backend.owe(_Clip(there, own))
+    return [grad for param, grad in grads.items() if not param.steps_there]
+
+
+def _clips_of(optimizer: Optimizer) -> dict[Any, _Clip]:
+    """By engine: those of just the gradients that the optimizer steps on in the host's memory. Others are done now."""
+    there, found = defaultdict[Any, set[int]](set), dict[Any, _Clip]()
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if isinstance(param, ShardedParameter) and param.steps_there and param.grad is not None:
+            there[param.engine()].add(id(param.grad))
+    for engine, grads in there.items():
+        if (clip := engine.backend.owe()) is not None and clip.grads.keys() == grads:
+            found[engine] = clip
+        elif clip is not None:
+            clip.wait()
+    return found
+
+
 class _Part:
     """Some parameters of an optimizer, to be stepped on by themselves: those that lie here.
 
@@ -108,7 +156,12 @@ class _Part:
         optimizer: the whole one.
         attributes: of its own, a GradScaler's numbers among them.
         backend: of the slices' engine, and their `unit`; None for other parameters.
+
+    Attributes:
+        factor: of a clip, that the gradients are still to be multiplied by.
     """
+
+    factor: Tensor | None = None
 
     def __init__(self, optimizer: Optimizer, attributes: Mapping[str, Any], backend: Any, unit: int) -> None:
         self._kind, self._whole, self._attributes = type(optimizer), optimizer.state, attributes
@@ -178,6 +231,16 @@ class _OnHost(_Part):
         # Not SGD's, which wants momenta of all parameters or of none.
         fused = "momentum" not in group and group.get("fused", False) is group.get("foreach") is None
         return {**group, "fused": True} if fused else group
+
+    def run(self, step: _Step) -> None:
+        if self.factor is not None:
+            torchs = self._kind.__module__.startswith("torch.optim.")  # others may look at gradients first
+            if torchs and all(group.get("fused") for group in self._groups.values()):
+                scale = self._attributes.get("grad_scale")
+                self._attributes = {**self._attributes, "grad_scale": (1 if scale is None else scale) / self.factor}
+            else:
+                torch._foreach_mul_([grad for *_, grad in self._taken], self.factor)
+        super().run(step)
 
 
 class _Streamed(_Part):

@@ -464,7 +464,11 @@ class Engine:
 
     def before_step(self, params: Sequence[ShardedParameter]) -> None:
         """Masters are about to change: nothing may still read them, and no partial sum may be left out."""
-        self.at_rest()
+        clip = self.backend.owe()
+        try:
+            self.at_rest()
+        finally:
+            self.backend.owe(clip)
         self._require_whole()
         for unit in {param.unit for param in params}:
             name = self.backend.units[unit].name

@@ -197,6 +197,11 @@ class ShardedParameter(Slice, nn.Parameter):
     changed_by: Callable[[], object] | None = None
     _shown: Tensor | None = None
 
+    @property
+    def steps_there(self) -> bool:
+        """Whether an optimizer steps on it in the host's memory."""
+        return self.on_host and not self.streamed
+
     def change(self, generation: int, by: Callable[[], object] | None) -> None:
         """Its values have changed in the unit's `generation`; for `by` see `changed_by`."""
         self.changed, self.changed_by = generation, by

@@ -80,34 +80,35 @@ def _largest(values: Tensor, span: Span) -> Tensor:
     return largest.masked_fill(unknowns > 0, math.nan)
 
 
-_BLOCK = 1 << 17
-"""Elements of a block whose squares fp32 adds up with an error of 1e-7."""
+_ROW = 1 << 12
+"""Elements whose squares fp32 adds up with an error of 1e-7."""
 
 
 def _powers(slices: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
     """Sums of p-th powers of magnitudes (infinity: the largest), in fp64: squares of fp32 neither overflow nor round. A
     few kernels for all slices, which are as many as a model has parameters."""
     nothing = torch.zeros((), dtype=torch.float64, device=device)
-    long = [order == 2 and x.is_cpu and x.dtype == torch.float32 and x.numel() > _BLOCK for x in slices]
-    short = [tensor for tensor, blocks in zip(slices, long, strict=True) if tensor.numel() and not blocks]
+    long = [order == 2 and x.is_cpu and x.dtype == torch.float32 and x.numel() > _ROW for x in slices]
+    short = [tensor for tensor, rows in zip(slices, long, strict=True) if tensor.numel() and not rows]
     found = iter(torch._foreach_norm(short, order, torch.float64) if short else ())
     norms = torch.stack(
         [
-            _norm_by_blocks(tensor).to(device) if blocks else next(found).to(device) if tensor.numel() else nothing
-            for tensor, blocks in zip(slices, long, strict=True)
+            _norm_by_rows(tensor).to(device) if rows else next(found).to(device) if tensor.numel() else nothing
+            for tensor, rows in zip(slices, long, strict=True)
         ]
     )
     return norms if math.isinf(order) else norms.pow(order)
 
 
-def _norm_by_blocks(values: Tensor) -> Tensor:
+def _norm_by_rows(values: Tensor) -> Tensor:
     """The 2-norm of fp32 on the host, in fp64. There fp64 of all values takes ten times as long as reading them, so
-    blocks are added up in fp32, unless a sum is outside of the middle of its range."""
-    blocks = torch.split(values, _BLOCK)
-    sums = torch.stack([torch.dot(block, block) for block in blocks]).double()
-    for index in ((sums < 1e-24) | (sums > 1e24)).nonzero().flatten().tolist():
-        sums[index] = blocks[index].double().square().sum()
-    return sums.sum().sqrt()
+    rows are added up in fp32, by all threads, unless their sum is outside of the middle of its range."""
+    whole = values.numel() // _ROW * _ROW
+    rows = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1).double()
+    total: Tensor = rows.square().sum() + values[whole:].double().square().sum()
+    # Squares below fp32's range are lost in such a sum, and none is above it.
+    in_range = 1e-20 < float(total) < 1e24
+    return total.sqrt() if in_range else torch.linalg.vector_norm(values, dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)

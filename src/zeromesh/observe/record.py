@@ -170,7 +170,8 @@ class _WatchedTicket:
 
 @dataclass(frozen=True, slots=True)
 class _WatchedLane:
-    """A lane whose jobs keep the place they were submitted from. An inline one's submissions are waits."""
+    """A lane whose jobs keep the place they were submitted from. A submission is a wait if the lane is inline, or if
+    its job, which lies in a stream, comes after one that the host itself has not ended."""
 
     lane: Lane
     recorder: _Recorder
@@ -189,17 +190,21 @@ class _WatchedLane:
         place, recorder = self.recorder.place, self.recorder
         # A lane's wait is not the computation's. Jobs submitted before the recording are not watched.
         first = after.ticket if isinstance(after, _WatchedTicket) else after
+        threads = isinstance(recorder.clock, _HostClock)
 
         def run() -> None:
             recorder.lane.name, recorder.lane.place = self.lane.name, place
-            if self.lane.name == "step" and isinstance(recorder.clock, _HostClock):  # no stream's event times it
+            if self.lane.name == "step" and threads:  # no stream's event times it
                 return _Timed(SimpleNamespace(run=job), "step", label.removeprefix("step "), HOST, recorder).run()
             job()
 
-        if not self.inline:
+        waits_for = label if self.inline else ""
+        if not self.inline and first is not None and not (threads or self.lane.name == "step" or first.launched()):
+            waits_for = first.label
+        if not waits_for:
             return _WatchedTicket(self.lane.submit(run, label, after=first), recorder)
         tickets: list[Ticket] = []
-        recorder.waited(label, lambda: tickets.append(self.lane.submit(run, label, after=first)))
+        recorder.waited(waits_for, lambda: tickets.append(self.lane.submit(run, label, after=first)))
         return _WatchedTicket(tickets[0], recorder)
 
 

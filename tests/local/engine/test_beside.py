@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -295,6 +295,51 @@ def test_an_error_of_the_first_step_is_raised_there():
         pytest.raises(MemoryError, match="no memory"),
     ):
         optimizer.step()
+
+
+def values_of(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    return [getattr(each, "local", each).detach().flatten().clone() for each in tensors]
+
+
+def clipped(kind: str, look: Callable[[nn.Module], object], strategy: str | None) -> tuple[list[Tensor], list[int]]:
+    """Gradients after each of three steps, then parameters; and of each step how many tensors were multiplied."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+    model = model if strategy is None else zm.shard(model, None, strategy)
+    params = list(model.parameters())
+    cut = 2 if kind == "two of AdamW" else 0
+    optimizers = [getattr(torch.optim, kind.split()[-1])(own, lr=0.1) for own in (params[:cut], params[cut:]) if own]
+    found, passes = list[Tensor](), list[int]()
+    for seed in 1, 2, 3:
+        model(torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+        with mock.patch.object(torch, "_foreach_mul_", side_effect=torch._foreach_mul_) as multiply:
+            nn.utils.clip_grad_norm_(params, 0.1) if strategy is None else zm.clip_grad_norm_(model, 0.1)
+            look(model)
+            for optimizer in optimizers:
+                optimizer.step()
+            found += values_of(param.grad for param in params)
+        passes.append(sum(len(call.args[0]) for call in multiply.call_args_list))
+        model.zero_grad()
+    return found + values_of(params), passes
+
+
+CLIP_LOOKS: dict[str, Callable[[nn.Module], object]] = {
+    "nobody": lambda model: None,
+    "a gradient": lambda model: first(model).grad.sum(),
+    "a second clip": lambda model: zm.clip_grad_norm_(model, 1e9),
+}
+
+
+@pytest.mark.parametrize("look", CLIP_LOOKS)
+@pytest.mark.parametrize("host", ["host=1", "host=2", "host=3"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "two of AdamW"])
+def test_a_clip_is_left_to_the_step_or_done_before_somebody_looks(kind, host, look):
+    """Fused kernels multiply in passing; others, a look, or a second optimizer cost a pass, of each gradient once."""
+    expected, _ = clipped(kind, lambda model: None, None)
+    found, passes = clipped(kind, CLIP_LOOKS[look], f"{host},node=0,cluster=0")
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
+    assert passes == [0 if (kind, look) == ("AdamW", "nobody") else 6] * 3
 
 
 def test_copies_of_several_optimizers_that_step_on_one_buffer_are_predicted():
