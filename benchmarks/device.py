@@ -194,7 +194,7 @@ def peak_row(side: str, setting: str, args: argparse.Namespace) -> dict[str, Any
     line: dict[str, Any] = {"side": side, "setting": setting}
     if on_gpu:
         line["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-        line["reserved_bytes"] = torch.cuda.max_memory_reserved()  # by the allocator, for every stream a pool of its own
+        line["reserved_bytes"] = torch.cuda.max_memory_reserved()  # in pools of the allocator, one for each stream
     if side not in PEERS:
         totals = [each for each in zm.memory_report(model, optimizer) if each.kind == "total"]  # of device and host
         line["state_predicted_bytes"] = sum(total.predicted_bytes for total in totals)

@@ -50,8 +50,8 @@ def probe(
     """Measure links and devices, and write a cluster file.
 
     `zeromesh plan` and `simulate` read the file. Under torchrun the probe measures all ranks, otherwise it starts
-    processes on this machine. Without --mesh it finds the levels, and prints the source of each and those it could not
-    find.
+    processes on this machine, one per device. Without --mesh it finds the levels, and prints the source of each and
+    those it could not find. A single rank has no links: its device is measured, and copies to and steps on the host.
     """
     from zeromesh.cli.measuring import mesh_of, starting_ranks
     from zeromesh.cli.workload import write
@@ -112,7 +112,10 @@ def _print(found: Probe) -> None:
             table.add_row(
                 level.name, str(level.size), operation, rate, latency, f"{one.spread:.0%}", f"{one.disagreement:.0%}"
             )
-    Console().print(table)
+    if found.levels:
+        Console().print(table)
+    else:
+        tell("no links: a single rank was measured, its device and its host", sys.stdout)
     for key, source in found.cluster.sources:
         if key.endswith(".size") or key == "device.kernel":
             tell(f"{key.removeprefix('level.').removesuffix('.size')}: {source}", sys.stdout)

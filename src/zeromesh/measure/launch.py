@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zeromesh.errors import InputError, MeasurementError, MeshError
+from zeromesh.errors import InputError, MeshError
 from zeromesh.launch.environment import Launched, check_address
 from zeromesh.launch.failure import report
 from zeromesh.launch.job import make_job
@@ -130,9 +130,3 @@ def run_task(store_file: Path | None, *, task: str, mesh: Mesh, options: Mapping
 
     with join_ranks(mesh, store_file, agree=partial(require_places, mesh)) as ranks:
         return find_task(task)(ranks, **options)
-
-
-def require_several(mesh: Mesh) -> None:
-    """Raises MeasurementError for a single rank, which has no links."""
-    if prod(mesh.values()) == 1:
-        raise MeasurementError("links need at least 2 ranks: give --ranks or --mesh, or start this under torchrun")

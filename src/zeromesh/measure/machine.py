@@ -21,8 +21,9 @@ from zeromesh.measure.setting import processor_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SAMPLE_S = 0.3
-_STEPPED = 8 << 20
-"""Elements of an optimizer's step: more than caches hold, with states and gradients."""
+_STEPPED, _STEPPED_HERE = 128 << 20, 8 << 20
+"""Elements of the optimizers' steps of a machine with devices, and of a rank without: more than caches hold, which on
+servers is up to a gigabyte. With states and gradients an element has 16 bytes."""
 
 
 def measure_machine(ranks: Ranks) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def measure_machine(ranks: Ranks) -> dict[str, Any]:
         "host_memory_bytes": _host_memory(),
         "memory_bytes_per_s": figure(copies),
         "host_copy_bytes_per_s": figure(copies) / 2 if ranks.on_cpu else min(_host_copy_rates(ranks)),
-        "host_step_bytes_per_s": here * min(_host_step_rates(ranks, max(1, usable_cores() // here))),
+        "host_step_bytes_per_s": here * min(_host_step_rates(ranks, here)),
         "peak_flops": {name: figure(each) for name, each in products.items()},
         "by_rank": {"copies": copies, **{f"{name} products": each for name, each in products.items()}},
         "cores": usable_cores() / here if ranks.on_cpu else None,
@@ -93,14 +94,16 @@ def _host_copy_rates(ranks: Ranks) -> list[float]:
     return rates(copy, num_bytes, ranks)
 
 
-def _host_step_rates(ranks: Ranks, threads: int) -> list[float]:
-    """Bytes per second that an optimizer's step moves in the host's memory, by the cost model's count of them."""
-    param = torch.nn.Parameter(torch.zeros(_STEPPED, device="cpu"))
+def _host_step_rates(ranks: Ranks, here: int) -> list[float]:
+    """Bytes per second, by the cost model's count, that an optimizer's step moves in the memory of a host of `here`
+    ranks."""
+    numel = _STEPPED_HERE if ranks.on_cpu else _STEPPED // here
+    param = torch.nn.Parameter(torch.zeros(numel, device="cpu"))
     param.grad = torch.ones_like(param)
     optimizer, before = torch.optim.AdamW([param], fused=True), torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(max(1, usable_cores() // here))
     try:
-        return rates(optimizer.step, default_constants().optimizer_bytes * _STEPPED, ranks)
+        return rates(optimizer.step, default_constants().optimizer_bytes * numel, ranks)
     finally:
         torch.set_num_threads(before)
 

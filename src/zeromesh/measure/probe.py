@@ -13,7 +13,7 @@ from zeromesh.cluster import Cluster, Curve, Device, Kernel, Level
 from zeromesh.cost.constants import default_constants
 from zeromesh.errors import MeasurementError
 from zeromesh.measure.fit import SCATTERING, Fit, fit
-from zeromesh.measure.launch import Mesh, on_all_ranks, require_several
+from zeromesh.measure.launch import Mesh, on_all_ranks
 from zeromesh.measure.work import Work
 from zeromesh.units import format_bytes_per_s
 
@@ -105,10 +105,9 @@ def probe(
         The probe; None on ranks of a torchrun other than the first.
 
     Raises:
-        MeasurementError: a single rank, too few rounds, or no time.
+        MeasurementError: too few rounds, or no time.
     """
     started = mesh or {"node": ranks}
-    require_several(started)
     require_patience(rounds, seconds)
     works = [] if work is None else [work.to_json()]
     options = {"rounds": rounds, "seconds": seconds, "find": mesh is None, "works": works}

@@ -74,10 +74,10 @@ def _details(console: Console, choice: Choice) -> None:
             f"{format_seconds(simulation.exposed_comm_s)}"
         )
     )
-    console.print("traffic per device and step:")
-    for axis, size, stage, sent, exposed in traffic_table(choice).rows:
-        if size == "1" and axis != HOST:
-            continue
+    rows = [row for row in traffic_table(choice).rows if row[1] != "1" or row[0] == HOST]
+    if rows:
+        console.print("traffic per device and step:")
+    for axis, size, stage, sent, exposed in rows:
         ranks = f" ({size} ranks{f', stage {stage}' if stage else ''}): {sent} sent," if size else ":"
         ranks = f": {sent} copied, and the step there," if axis == HOST else ranks
         console.print(Text(f"  {axis}{ranks} {exposed} exposed"))

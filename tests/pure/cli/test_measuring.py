@@ -30,7 +30,6 @@ def bench(zeromesh):
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
-        ("zeromesh", "probe --ranks 1", "links need at least 2 ranks"),
         ("zeromesh", "probe --ranks -2", "--ranks must be at least 1, got -2"),
         ("zeromesh", "probe --mesh 4", "expected sizes by axis name"),
         ("zeromesh", "probe --mesh node=2 --ranks 2", "--mesh or --ranks, not both"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.pure.measure.probed import BATCH, MESH, raw
 from zeromesh.errors import ConfigError, MeasurementError, MeshError
 from zeromesh.measure.fit import Line, fit
-from zeromesh.measure.launch import default_mesh, mesh_text, on_all_ranks, parse_mesh, require_several
+from zeromesh.measure.launch import default_mesh, mesh_text, on_all_ranks, parse_mesh
 from zeromesh.measure.levels import Partition, close_parts, levels_of
 from zeromesh.measure.probe import from_raw
 from zeromesh.measure.selftest import _devices
@@ -96,8 +96,6 @@ def test_meshes_as_text():
     for text in ("", "4", "node", "node=0", "node=-1", "node=2,node=2", "a b=2", "node=2x"):
         with pytest.raises(MeshError, match="sizes by axis name"):
             parse_mesh(text)
-    with pytest.raises(MeasurementError, match="at least 2 ranks"):
-        require_several({"node": 1})
 
 
 def test_levels_of_what_has_been_started(monkeypatch):
