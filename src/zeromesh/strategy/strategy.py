@@ -193,8 +193,8 @@ def _host_stage(term: str) -> tuple[Stage | None, int]:
     size = match["size"]
     if "@" in match["stage"] or not (size is None or re.fullmatch(r"\d{1,3}%", size, re.ASCII)):
         raise NotationError(
-            f"the host takes only a stage, optionally for a share of the tensors, as in {HOST}=1 or {HOST}[50%]=1; "
-            f"got {term.strip()}"
+            f"the host takes only a stage, optionally for a share of the tensors in whole percent, as in {HOST}=1 or "
+            f"{HOST}[50%]=1; got {term.strip()}"
         )
     return Stage.parse(match["stage"]), 100 if size is None else int(size[:-1])
 
@@ -319,9 +319,10 @@ def _check_mix(axes: Sequence[AxisStage]) -> None:
         )
     for kept, later in pairwise(sorted(params, key=lambda axis: axis.stage.significance)):
         if kept.stage.kept and not later.stage.kept:
+            letter = kept.stage.value[-1]
             raise NotationError(
                 f"{kept} is gathered after {later}, so its kept copy would contain the parameters that {later.name} "
-                f"releases: write {later.name}={later.stage.value}k as well, or drop the k of {kept.name}"
+                f"releases: write {later.name}={later.stage.value}{letter} as well, or drop the {letter} of {kept.name}"
             )
 
 
