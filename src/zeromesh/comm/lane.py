@@ -60,6 +60,11 @@ class Ticket:
         """Whether the job has ended, on the device too."""
         return self.launched() and (self._event is None or self._event.query())
 
+    @property
+    def error(self) -> BaseException | None:
+        """The job's own, if nobody has been told yet."""
+        return self._error
+
     def wait(self) -> None:
         """The caller's next work comes after the job.
 

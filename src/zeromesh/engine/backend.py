@@ -46,7 +46,7 @@ from zeromesh.engine.flat import FlatShards, GradDestinations
 from zeromesh.engine.leaf import Leaf, PlainLeaf, classes_of, versions_of
 from zeromesh.engine.param import UNSETTLED, ShardedParameter
 from zeromesh.engine.spread import local_of
-from zeromesh.errors import ModelError
+from zeromesh.errors import CommunicationError, ModelError
 from zeromesh.schedule import LaneKind, Reducing, Reduction, lane_axes
 from zeromesh.schedule.transfer import COPIES, GATHERS, REDUCTIONS
 from zeromesh.strategy import Layout
@@ -375,7 +375,11 @@ class DeviceBackend:
         return Reducing(taken, done)
 
     def wait(self, ticket: Ticket) -> None:
-        ticket.wait()
+        try:
+            ticket.wait()
+        except CommunicationError as error:  # the job was not run, perhaps since an optimizer's step has failed
+            causes = (step.error for step in self._steps.values())
+            raise next(filter(None, causes), error) from None
 
     def land(self) -> None:
         """The host comes after the copies that were waited for: it is about to use its own memory."""

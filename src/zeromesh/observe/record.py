@@ -167,6 +167,10 @@ class _WatchedTicket:
         else:
             self.recorder.waited(self.ticket.label, self.ticket.wait)
 
+    @property
+    def error(self) -> BaseException | None:
+        return self.ticket.error
+
 
 @dataclass(frozen=True, slots=True)
 class _WatchedLane:
