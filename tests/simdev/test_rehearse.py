@@ -126,6 +126,8 @@ def test_the_host_s_memory_is_virtual_too():
         for axis in found.axes:
             assert axis.sent_bytes == axis.predicted_bytes > 0, (strategy, axis)
         assert found.step_s > 0
+        # Steps in the host's memory wait for no copy.
+        assert not [read for read in found.host_reads if "not pinned" in read.what], strategy
 
 
 @alone(virtual=True)

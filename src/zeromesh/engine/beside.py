@@ -237,7 +237,9 @@ class _OnHost(_Part):
             torchs = self._kind.__module__.startswith("torch.optim.")  # others may look at gradients first
             if torchs and all(group.get("fused") for group in self._groups.values()):
                 scale = self._attributes.get("grad_scale")
-                self._attributes = {**self._attributes, "grad_scale": (1 if scale is None else scale) / self.factor}
+                scale = float((1 if scale is None else scale) / self.factor)
+                # In the gradients' memory: torch copies it there else, and a rehearsal's host would wait for that.
+                self._attributes = {**self._attributes, "grad_scale": self._taken[0][3].new_full((), scale)}
             else:
                 torch._foreach_mul_([grad for *_, grad in self._taken], self.factor)
         super().run(step)
