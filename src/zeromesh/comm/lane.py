@@ -39,14 +39,14 @@ keeps all ranks of its axis waiting."""
 class Ticket:
     """One submitted job."""
 
-    __slots__ = ("_cause", "_error", "_event", "_index", "_job", "_pending", "label")
+    __slots__ = ("_cause", "_event", "_index", "_job", "_pending", "error", "label")
 
     def __init__(self, label: str) -> None:
         self.label = label
         # Held until the job has ended: cheaper than an Event, and a Ctrl-C gets through.
         self._pending = threading.Lock()
         self._pending.acquire()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None  # the job's own, until somebody has been told
         self._cause: str | None = None
         self._event: torch.Event | None = None
         self._index: int | None = None  # of the device: torch looks one up by its index in half the time
@@ -60,11 +60,6 @@ class Ticket:
         """Whether the job has ended, on the device too."""
         return self.launched() and (self._event is None or self._event.query())
 
-    @property
-    def error(self) -> BaseException | None:
-        """The job's own, if nobody has been told yet."""
-        return self._error
-
     def wait(self) -> None:
         """The caller's next work comes after the job.
 
@@ -72,7 +67,7 @@ class Ticket:
             Exception: the job's own; on the first call only, so that a second wait does not report one fault twice.
         """
         with self._pending:
-            error, self._error = self._error, None
+            error, self.error = self.error, None
         if error is not None:
             raise error
         self._order()
@@ -103,7 +98,7 @@ class Ticket:
         index: int | None = None,
         job: Job | None = None,
     ) -> None:
-        self._error, self._event, self._index, self._job = error, event, index, job
+        self.error, self._event, self._index, self._job = error, event, index, job
         if error is not None:
             text = str(error)
             self._cause = text if self.label and text.startswith(self.label) else f"{self.label or 'a job'}: {text}"

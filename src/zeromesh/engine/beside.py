@@ -111,6 +111,8 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
 class _Clip:
     """A clip of gradients in the host's memory, by the id of their slices, that nobody has multiplied yet."""
 
+    error = None  # as a ticket that has not failed
+
     def __init__(self, grads: dict[int, Tensor], factor: Tensor) -> None:
         self.grads, self.factor = grads, factor
 
