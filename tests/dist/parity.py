@@ -158,7 +158,7 @@ def local_part(param: ShardedParameter, whole: Tensor) -> Tensor:
     part, parts = getattr(param, "divided", (0, 1))
     whole = whole.chunk(parts)[part] if parts > 1 else whole
     region = whole.detach()[param.region.index].reshape(-1)
-    return region[param.flat_start :][: param.local.numel()]
+    return region[param.elements.start :][: param.local.numel()]
 
 
 def on_device(batch: Any, device: str) -> Any:
@@ -701,7 +701,7 @@ def trained(strategy: str, case: Case, *shape: int, **options: Any) -> Bits:
             optimizer.zero_grad()
         engine_of(model).at_rest(follow=True)
         for param in (param for param in model.parameters() if param.requires_grad):
-            where = f"of {param.full_name} from {param.flat_start}"
+            where = f"of {param.full_name} from {param.elements.start}"
             held = {"parameter": param.local} | optimizer.tensors(param)
             bits += [(f"{key} {where}", _digest(value)) for key, value in held.items()]
     return bits
@@ -856,7 +856,7 @@ class Comparison:
         """Compares replicas, every rank's slice by its bits, and raises on all ranks if any rank has found anything."""
         digests = {}
         for param in self.engine.optimizer_params():
-            where = (param.full_name, param.flat_start, param.local.numel())
+            where = (param.full_name, param.elements.start, param.local.numel())
             held = {"value": param.local} | optimizer.tensors(param)
             digests |= {(key, *where): _digest(value) for key, value in held.items()}
         everyone: list[Any] = [None] * self.case.world

@@ -212,11 +212,6 @@ class ShardedParameter(Slice, nn.Parameter):
         return self.elements.region
 
     @property
-    def flat_start(self) -> int:
-        """Where the slice starts in the flattened region."""
-        return self.elements.start
-
-    @property
     def owner(self) -> ShardedParameter:  # type: ignore[override]  # a field of other slices
         return self
 

@@ -80,35 +80,41 @@ def _largest(values: Tensor, span: Span) -> Tensor:
     return largest.masked_fill(unknowns > 0, math.nan)
 
 
-_ROW = 1 << 12
-"""Elements whose squares fp32 adds up with an error of 1e-7."""
+_ROW = 1 << 12  # elements whose squares fp32 adds up with an error of 1e-7
 
 
 def _powers(slices: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
     """Sums of p-th powers of magnitudes (infinity: the largest), in fp64: squares of fp32 neither overflow nor round. A
     few kernels for all slices, which are as many as a model has parameters."""
-    nothing = torch.zeros((), dtype=torch.float64, device=device)
     long = [order == 2 and x.is_cpu and x.dtype == torch.float32 and x.numel() > _ROW for x in slices]
     short = [tensor for tensor, rows in zip(slices, long, strict=True) if tensor.numel() and not rows]
     found = iter(torch._foreach_norm(short, order, torch.float64) if short else ())
+    by_rows = iter(
+        _norms_by_rows([x for x, rows in zip(slices, long, strict=True) if rows], device) if any(long) else ()
+    )
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
     norms = torch.stack(
         [
-            _norm_by_rows(tensor).to(device) if rows else next(found).to(device) if tensor.numel() else nothing
+            next(by_rows) if rows else next(found).to(device) if tensor.numel() else nothing
             for tensor, rows in zip(slices, long, strict=True)
         ]
     )
     return norms if math.isinf(order) else norms.pow(order)
 
 
-def _norm_by_rows(values: Tensor) -> Tensor:
-    """The 2-norm of fp32 on the host, in fp64. There fp64 of all values takes ten times as long as reading them, so
-    rows are added up in fp32, by all threads, unless their sum is outside of the middle of its range."""
-    whole = values.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1).double()
-    total: Tensor = rows.square().sum() + values[whole:].double().square().sum()
+def _norms_by_rows(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """2-norms of fp32 on the host, in fp64 and on the device. There fp64 of all values takes ten times as long as
+    reading them, so rows are added up in fp32, by all threads, unless their sum is outside of its middle range."""
+    cut = [(tensor, tensor.numel() // _ROW) for tensor in tensors]
+    rows = [torch.linalg.vector_norm(tensor[: n * _ROW].view(n, _ROW), dim=1) for tensor, n in cut]
+    ends = [tensor[n * _ROW :] for tensor, n in cut]
+    sums = torch.stack(torch._foreach_norm(ends, 2, torch.float64)).square_()
+    owner = torch.repeat_interleave(torch.arange(len(cut)), torch.tensor([n for _, n in cut]))
+    norms = sums.index_add_(0, owner, torch.cat(rows).double().square_()).sqrt()
     # Squares below fp32's range are lost in such a sum, and none is above it.
-    in_range = 1e-20 < float(total) < 1e24
-    return total.sqrt() if in_range else torch.linalg.vector_norm(values, dtype=torch.float64)
+    for index in (~((norms > 1e-10) & (norms < 1e12))).nonzero().flatten().tolist():
+        norms[index] = torch.linalg.vector_norm(tensors[index], dtype=torch.float64)
+    return norms.to(device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str
     """(name, shape, start, local) of everything this rank holds, read without the code under test."""
     found: list[tuple[str, tuple[int, ...], int, Tensor]] = []
     for param in model.parameters():
-        place = tuple(param.shape), param.flat_start  # type: ignore[attr-defined]
+        place = tuple(param.shape), param.elements.start  # type: ignore[attr-defined]
         found.append((param.full_name, *place, param.local.to("cpu", copy=True)))  # type: ignore[attr-defined]
         for key, value in optimizer.state.get(param, {}).items():
             if value.dim():

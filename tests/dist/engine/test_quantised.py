@@ -166,7 +166,7 @@ def off(strategy: str, *shape: int, device: str = "cpu") -> tuple[float, float]:
     for unit_shards in engine_of(model).units:
         for buffer in unit_shards.buffers:
             for param in (p for p in buffer.optimizer_params if p.local.numel()):
-                wanted = exact[param.full_name].flatten()[param.flat_start :][: param.local.numel()]
+                wanted = exact[param.full_name].flatten()[param.elements.start :][: param.local.numel()]
                 # One rounding of a few dozen fp32 operations is far below the worth of a code.
                 bound = (allowed(buffer.placed) + 1e-5) * largest[param.full_name.rpartition(".")[0]]
                 distances = torch.stack([(param.grad.local.cpu() - wanted).abs().max(), wanted.abs().max()])
@@ -344,7 +344,7 @@ def test_each_backward_is_rounded_anew(strategy):
         zm.zero_grad(model)
         for _ in range(count):
             (model(x) - x.roll(1, 1)).square().mean().backward()
-        own = [(p.grad.local / count, exact[p.full_name][p.flat_start :]) for p in model.parameters()]
+        own = [(p.grad.local / count, exact[p.full_name][p.elements.start :]) for p in model.parameters()]
         return float(torch.cat([mean - wanted[: len(mean)] for mean, wanted in own]).square().mean().sqrt())
 
     assert missed(16) < missed(1) / 2

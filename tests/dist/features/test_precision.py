@@ -78,7 +78,7 @@ def skip_together(kind: str, clip: bool, strategies: Sequence[str], device: str 
                 plain: Any = pair.plain.get_parameter("blocks.1.up.weight")
                 plain.grad[0, 0] = torch.inf
                 ours: Any = sharded_params(pair.model)["blocks.1.up.weight"]
-                if ours.flat_start == 0:
+                if ours.elements.start == 0:
                     ours.grad.local[:1] = torch.inf
             before = [p.local.clone() for p in pair.model.parameters()]
             for scaler, optimizer, clipped in zip(scalers, optimizers, clips, strict=True):

@@ -125,7 +125,7 @@ def test_packed_projections_under_other_degrees(tmp_path):
         if tp == 1:  # slices of whole tensors, which say nothing of how they were divided
             for param in params_of(model):
                 parts: list[Any] = [None] * 4
-                dist.all_gather_object(parts, (param.flat_start, optimizer.state[param]["exp_avg"]))
+                dist.all_gather_object(parts, (param.elements.start, optimizer.state[param]["exp_avg"]))
                 flat = torch.cat([part for _, part in sorted(parts, key=lambda pair: (pair[0], pair[1].numel()))])
                 moments[param.full_name] = flat.view(param.shape)
         for each, own in ((model, optimizer), first):
