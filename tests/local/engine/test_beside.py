@@ -343,6 +343,28 @@ def test_a_clip_is_left_to_the_step_or_done_before_somebody_looks(kind, host, lo
     assert passes == [0 if (kind, look) == ("AdamW", "nobody") else 6] * 3
 
 
+@pytest.mark.parametrize("drop", [zm.zero_grad, nn.Module.zero_grad, None])
+@pytest.mark.parametrize("host", ["host=1", "host=2", "host=3", "host[50%]=2"])
+def test_a_clip_without_a_step_is_no_clip_of_later_gradients(host, drop):
+    norms = list[list[float]]()
+    for strategy in None, f"{host},node=0,cluster=0":
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+        model = model if strategy is None else zm.shard(model, None, strategy)
+        norms.append([])
+        for seed in 1, 2:
+            model(torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+            clip = (
+                zm.clip_grad_norm_
+                if strategy
+                else lambda model, most: nn.utils.clip_grad_norm_(model.parameters(), most)
+            )
+            norms[-1].append(float(clip(model, 0.1)))
+            if drop is not None:
+                (drop if strategy else nn.Module.zero_grad)(model)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
 def test_copies_of_several_optimizers_that_step_on_one_buffer_are_predicted():
     """Each brings the whole buffer; SGD has the masters alone."""
     model = make("host=1,node=0,cluster=0;step=device")
