@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from tests.dist.parity import Case, check_case, mesh_of
 from tests.simdev.clean import require_documented
 from tests.simdev.ranks import on_devices
 from zeromesh import simdev
+from zeromesh.engine import beside
 from zeromesh.engine.api import engine_of
 from zeromesh.files import usable_cores
 
@@ -67,6 +69,8 @@ def test_shards_in_the_host_s_memory_that_are_stepped_on_here():
     check_all([f"{mix};step=device" for mix in ("host=1,node=3,cluster=1", "host=2,node=1,cluster=0")], CASE, 2, 2)
     check_all([f"{mix};step=device" for mix in ("host=3,node=3,cluster=2", "host=3d,node=3,cluster=3h")], CASE, 2, 2)
     check_all(["host[50%]=1,node=3,cluster=3;step=device"], replace(CASE, precision="bf16-wire", steps=3), 2, 2)
+    with mock.patch.object(beside, "STREAMED_ELEMENTS", 11):  # in pieces, which cut parameters
+        check_all([f"{mix};step=device" for mix in ("host=1,node=3,cluster=1", "host=3,node=3,cluster=2")], CASE, 2, 2)
 
 
 class Telling(nn.Linear):

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from zeromesh.comm import AxisGroup, Chain, Lane, Ticket, all_reduce_max
 from zeromesh.comm.lane import Job
-from zeromesh.engine.chain import Groups, ReduceChains, Scratch, bring, reduce_chains, refresh_chain, unshard_chain
+from zeromesh.engine.chain import Groups, ReduceChains, Scratch, reduce_chains, refresh_chain, unshard_chain
 from zeromesh.engine.flat import FlatShards, GradDestinations
 from zeromesh.engine.leaf import Leaf, PlainLeaf, classes_of, versions_of
 from zeromesh.engine.param import UNSETTLED, ShardedParameter
@@ -324,6 +324,8 @@ class DeviceBackend:
 
     def refresh(self, unit: int) -> Ticket | None:
         if late := self.units[unit].take_fresh():
+            from zeromesh.engine.beside import bring  # of host=
+
             self.step(unit, partial(bring, late, self.host), streamed=True)
         ticket = self._gather("refresh", self.chains[unit].refresh, unit, self._steps.get(unit))
         if self._rewrites and ticket is not None:  # with the values that are there, which may change meanwhile

@@ -14,17 +14,17 @@ The first step on a parameter, which makes its states, is waited for: memory may
 step does. Torch's fused kernels are chosen for the host where the user has chosen none: without them one Python thread
 would issue each operation of each parameter.
 
-With `;step=device` a unit's masters and states come to the device, are stepped on and go back. Two lanes of the device
-take turns, so the copies of a unit run beside the step of the one before, and memory is that of two units. States that
-torch has made there go to the host's memory, in one piece for each name and buffer. States that a load has made are
-copied there.
+With `;step=device` a unit's masters and states come to the device, are stepped on and go back, `STREAMED_ELEMENTS` at a
+time. Two lanes of the device take turns, so the copies of a unit run beside the step of the one before, and memory is
+that of two such pieces. States that torch has made there go to the host's memory, together for each name and buffer.
+States that a load has made are copied there.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -32,12 +32,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeromesh.comm.host import HostArena
-from zeromesh.engine.chain import show_master
-from zeromesh.engine.flat import FlatShards, HostStates
+from zeromesh.comm.host import HostArena, HostLink
+from zeromesh.engine.flat import FlatShards, HostStates, inside
 from zeromesh.engine.param import MARKED, ShardedParameter, Slice, settle
+from zeromesh.schedule.buffer_layout import STREAMED_ELEMENTS
 
 _Step = Callable[[Any], object]
+
+_Given = tuple[int, Tensor, Tensor, dict[str, Any] | None]
+"""A plain tensor to be stepped on: its group's index before it, then its gradient and its state."""
 
 
 def _settled(name: str) -> Callable[..., Any]:
@@ -195,7 +198,8 @@ class _Part:
     def run(self, step: _Step) -> None:
         """Steps on them, on their states."""
         states = [dict.get(self._whole, param) for _, param, _, _ in self._taken]
-        after = self._stepped(step, [(plain, grad) for _, _, plain, grad in self._taken], states)
+        taken = zip(self._taken, states, strict=True)
+        after = self._stepped(step, [(index, plain, grad, state) for (index, _, plain, grad), state in taken])
         for (_, param, plain, _), before, state in zip(self._taken, states, after, strict=True):
             if state is not None and state is not before:
                 dict.__setitem__(self._whole, param, state)
@@ -203,20 +207,18 @@ class _Part:
                     if _alike(value, plain):
                         MARKED[value] = param.elements
 
-    def _stepped(
-        self, step: _Step, pairs: Sequence[tuple[Tensor, Tensor]], states: Sequence[dict[str, Any] | None]
-    ) -> list[dict[str, Any] | None]:
-        """The states after a step on plain tensors with these gradients and states."""
-        groups = {index: {**group, "params": []} for index, group in self._groups.items()}
+    def _stepped(self, step: _Step, given: Sequence[_Given]) -> list[dict[str, Any] | None]:
+        """The states after a step on plain tensors."""
+        groups = {index: {**self._groups[index], "params": []} for index, *_ in given}
         own: Any = object.__new__(self._kind)
         vars(own).update(self._attributes, state=defaultdict(dict), param_groups=[*groups.values()])
-        for (index, *_), (plain, grad), state in zip(self._taken, pairs, states, strict=True):
+        for index, plain, grad, state in given:
             plain.grad = grad
             groups[index]["params"].append(plain)
             if state is not None:
                 own.state[plain] = state
         step(own)
-        return [own.state.get(plain) for plain, _ in pairs]
+        return [own.state.get(plain) for _, plain, *_ in given]
 
 
 class _OnHost(_Part):
@@ -276,11 +278,20 @@ class _Streamed(_Part):
         return True
 
     def run(self, step: _Step) -> None:
-        link, buffers = self._link, [buffer for buffer, _ in self._states.values()]
-        held = [buffer.optimizer_shard[0] for buffer in buffers]
-        held += [flat for _, states in self._states.values() for _, flat in states.values()]
-        grads = [buffer.shown for buffer in buffers if buffer.host_grads is not None]
-        brought: list[tuple[Tensor, Tensor]] = [(flat, link.brought(flat)) for flat in (*held, *grads)]
+        states = [{**dict.get(self._whole, param, {})} for _, param, *_ in self._taken]
+        held = {key: [flat for _, flat in states.values()] for key, (_, states) in self._states.items()}
+        for key, (buffer, _) in self._states.items():
+            for piece in _pieces_of(buffer):
+                self._step_on(step, buffer, piece, held[key], states)
+
+    def _step_on(
+        self, step: _Step, buffer: FlatShards, piece: slice, held: Sequence[Tensor], states: Sequence[dict[str, Any]]
+    ) -> None:
+        """Steps on a piece of a state shard: torch's optimizers treat each element by itself. Numbers in a parameter's
+        state change once, with its last piece."""
+        link, master = self._link, buffer.optimizer_shard[0]
+        flats = [master, *held, *([] if buffer.host_grads is None else [buffer.shown])]
+        brought: list[tuple[Tensor, Tensor]] = [(flat[piece], link.brought(flat[piece])) for flat in flats]
 
         def here(value: Tensor) -> Tensor:
             for flat, own in brought:
@@ -289,28 +300,33 @@ class _Streamed(_Part):
             brings = value.device != link.device  # a gradient that somebody has assigned
             return cast(Tensor, link.brought(value)) if brings else value
 
-        before = [
-            {key: here(value) if _alike(value, plain) else value for key, value in state.items()} if state else None
-            for _, param, plain, _ in self._taken
-            for state in [dict.get(self._whole, param)]
-        ]
-        pairs = [(here(plain), here(grad)) for _, _, plain, grad in self._taken]
-        after = self._stepped(step, pairs, [None if state is None else {**state} for state in before])
-        for flat, own in brought[: len(held)]:
-            link.down(flat, own)
-        for buffer in buffers:
-            show_master(buffer, here(buffer.optimizer_shard[0]), link)
-        for (_, param, plain, _), given, state in zip(self._taken, before, after, strict=True):
-            if state is not None:
-                kept = dict.get(self._whole, param, {})
-                dict.__setitem__(self._whole, param, kept)
-                for key, value in state.items():
-                    if not _alike(value, plain):
-                        kept[key] = value
-                    elif given is None or value is not given.get(key):  # made in this step
-                        kept[key] = self._state(param, plain, key, value)
-                        link.down(kept[key], value)
-                        MARKED[kept[key]] = param.elements
+        cut, given = list[tuple[Any, Tensor, slice, bool]](), list[_Given]()
+        for (index, param, plain, grad), state in zip(self._taken, states, strict=True):
+            if self._buffer_of[id(param)] is not buffer:
+                continue
+            part = cast(slice, _part(plain, master))
+            own = slice(max(piece.start - part.start, 0), min(piece.stop, part.stop) - part.start)
+            last = part.stop <= piece.stop
+            if own.start < own.stop or plain.numel() == piece.start == 0:  # one without elements has numbers too
+                cut.append((param, plain, own, last))
+                brings = {
+                    key: here(value[own]) if _alike(value, plain) else value if last else self.number(value)
+                    for key, value in state.items()
+                }
+                given.append((index, here(plain[own]), here(grad[own]), brings or None))
+        after = self._stepped(step, [(*rest, state and {**state}) for (*rest, state) in given])  # type: ignore[misc]
+        for flat, own_flat in brought[: 1 + len(held)]:
+            link.down(flat, own_flat)
+        _show_master(buffer, brought[0][1], piece, link)
+        for (param, plain, own, last), (*_, had), found in zip(cut, given, after, strict=True):
+            for key, value in (found or {}).items():
+                kept = dict.setdefault(self._whole, param, {})
+                if not _alike(value, plain[own]):
+                    kept[key] = value if last else kept.get(key, value)
+                elif had is None or value is not had.get(key):  # made in this step
+                    kept[key] = self._state(param, plain, key, value)
+                    link.down(kept[key][own], value)
+                    MARKED[kept[key]] = param.elements
 
     def _state(self, param: Any, plain: Tensor, key: str, like: Tensor) -> Tensor:
         """The host's memory for a state of a parameter, whose slice is `plain`."""
@@ -320,6 +336,30 @@ class _Streamed(_Part):
             arena = HostArena(max(1, num_bytes := master.numel() * like.itemsize), self._link.device)
             states[key] = arena, arena.take(num_bytes, like.dtype)
         return states[key][1][_part(plain, master)]
+
+
+def bring(buffers: Iterable[FlatShards], host: HostLink | None) -> None:
+    """Fills the compute copies of masters that lie on the host and are stepped on here."""
+    assert host is not None
+    for shards in buffers:
+        for piece in _pieces_of(shards):
+            _show_master(shards, host.brought(shards.optimizer_shard[0][piece]), piece, host)
+
+
+def _pieces_of(shards: FlatShards) -> Iterator[slice]:
+    """The pieces of a state shard that come to the device one after the other."""
+    numel = shards.optimizer_shard[0].numel()
+    for start in range(0, max(1, numel), STREAMED_ELEMENTS):
+        yield slice(start, min(start + STREAMED_ELEMENTS, numel))
+
+
+def _show_master(shards: FlatShards, master: Tensor, piece: slice, host: HostLink) -> None:
+    """Fills a piece of the compute copy of the state shard from the master's, which is here on the device."""
+    compute = inside(shards.params.data, shards.param_range, shards.state_range)[piece]
+    if "params" not in shards.placed.on_host_kinds:
+        compute.copy_(master)
+    elif not shards.master_in_params:  # else it goes down as the master
+        host.down(compute, master.to(compute.dtype))
 
 
 _HERE: tuple[Any, int, type[_Part]] = (None, -1, _Part)

@@ -101,21 +101,6 @@ def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch, host: Ho
     return (*chain, _link(host).step("down", params, destination, aside=False)) if route.down else chain
 
 
-def bring(buffers: Iterable[FlatShards], host: HostLink | None) -> None:
-    """Fills the compute copies of masters that lie on the host and are stepped on here."""
-    for shards in buffers:
-        show_master(shards, _link(host).brought(shards.optimizer_shard[0]), _link(host))
-
-
-def show_master(shards: FlatShards, master: Tensor, host: HostLink) -> None:
-    """Fills the compute copy of the state shard from the master, which is here on the device."""
-    compute = inside(shards.params.data, shards.param_range, shards.state_range)
-    if "params" not in shards.placed.on_host_kinds:
-        compute.copy_(master)
-    elif not shards.master_in_params:  # else it goes down as the master
-        host.down(compute, master.to(compute.dtype))
-
-
 def _brought(
     source: Tensor,
     lands: Tensor,

@@ -47,6 +47,9 @@ from zeromesh.wires import coded
 ALIGN_BYTES = 64
 """Each flat buffer starts on a cache line inside its slot, so that vector loads of any dtype are aligned."""
 
+STREAMED_ELEMENTS = 1 << 24
+"""Elements of a state shard that come from the host at a time for a step on the device: longer copies are no faster."""
+
 FEEDBACK_DTYPE = "fp32"
 """Dtype of rounding errors that are owed: with it, the message and the error add up to the gradient within fp32's
 rounding."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from zeromesh.cost.memory import Overhead
 from zeromesh.model import Recomputation, UnitKind, UnitSpec
-from zeromesh.schedule import ITEM_BYTES, Schedule
+from zeromesh.schedule import ITEM_BYTES, BufferLayout, Schedule
+from zeromesh.schedule.buffer_layout import STREAMED_ELEMENTS
 
 MOMENTS = 2
 """AdamW's moments (arXiv 1412.6980) per element of the master, in its dtype, as torch.optim.AdamW keeps them."""
@@ -63,11 +64,15 @@ def step_bytes(schedule: Schedule, per_element: float) -> float:
 
 
 def streamed_bytes(schedule: Schedule) -> float:
-    """The memory of states that come from the host for a step: two units' at a time, of even and of odd number."""
-    units = [
-        sum(c.sent_bytes for p in unit for c in p.stream(MOMENTS) if c.operation == "up") for unit in schedule.placed
-    ]
-    return float(max(units[::2], default=0) + max(units[1::2], default=0))
+    """The memory of states that come from the host for a step: of two units, of even and of odd number, a piece of a
+    buffer each."""
+
+    def piece_bytes(placed: BufferLayout) -> float:
+        share = min(1.0, STREAMED_ELEMENTS / max(1, placed.numel(placed.layout.significant)))
+        return share * sum(copy.sent_bytes for copy in placed.stream(MOMENTS) if copy.operation == "up")
+
+    units = [max(map(piece_bytes, unit), default=0.0) for unit in schedule.placed]
+    return max(units[::2], default=0.0) + max(units[1::2], default=0.0)
 
 
 def unreduced_bytes(schedule: Schedule, specs: Sequence[Sequence[UnitSpec]], *, planned: bool) -> tuple[float, ...]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh as zm
+from zeromesh.engine import beside
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.param import UNSETTLED
 from zeromesh.errors import CommunicationError, OptimizerError
@@ -202,8 +203,11 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 @pytest.mark.parametrize("host", ["1", "2", "3", "3d"])
-def test_a_step_on_the_device_is_that_of_plain_torch_to_the_bit(kind, host):
-    """With a write by hand, states that are loaded, and a parameter that has no gradient for once."""
+@pytest.mark.parametrize("elements", [beside.STREAMED_ELEMENTS, 7])
+def test_a_step_on_the_device_is_that_of_plain_torch_to_the_bit(monkeypatch, kind, host, elements):
+    """With a write by hand, states that are loaded, and a parameter that has no gradient for once; also in pieces that
+    cut parameters, of which vectors on a CPU may round differently."""
+    monkeypatch.setattr(beside, "STREAMED_ELEMENTS", elements)
     found = []
     for strategy in None, f"host={host},node=0,cluster=0;step=device":
         model = make(strategy)
@@ -224,7 +228,10 @@ def test_a_step_on_the_device_is_that_of_plain_torch_to_the_bit(kind, host):
         found.append(torch.cat([param.local if strategy else param.detach().flatten() for param in params]))
         held = [value for param in params for value in optimizer.state[param].values()]
         found.append(torch.cat([torch.zeros(0), *(value.flatten() for value in held if isinstance(value, Tensor))]))
-    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert found[1].numel() == found[3].numel()
+    exact = elements > 7
+    torch.testing.assert_close(found[0], found[2], rtol=0.0 if exact else 1e-14, atol=0.0 if exact else 1e-15)
+    torch.testing.assert_close(found[1], found[3], rtol=0.0 if exact else 1e-14, atol=0.0 if exact else 1e-15)
 
 
 @pytest.mark.parametrize("host", [HOST, STREAMED])
