@@ -8,6 +8,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -258,8 +259,8 @@ def loop_of_the_readme(rank: int) -> None:
     readme = Path(__file__).parents[3].joinpath("README.md").read_text()
     loop = readme.split("```python\n")[1].split("```")[0]
     lines = loop.replace('"cuda", (16, 8)', '"cpu", (2, 2)').splitlines()
-    kept = [line for line in lines if "set_device" not in line and "device_id" not in line]  # a group is there already
-    assert len(lines) - len(kept) == 2 and '"cpu", (2, 2)' in "".join(kept) and "optimizer.step()" in loop
+    kept = [line for line in lines if not re.search("LOCAL_RANK|set_device|device_id", line)]  # they are a group
+    assert len(lines) - len(kept) == 3 and '"cpu", (2, 2)' in "".join(kept) and "optimizer.step()" in loop
     exec(SURROUNDINGS + "\n".join(kept), vars(sys.modules["__main__"]))
 
 

@@ -33,7 +33,7 @@ def sharded(own: str, part: str, *, shared: bool, dtensors: bool):
 def test_mixtral_like():
     model = sharded("node=3,cluster=1", "cluster=1", shared=False, dtensors=True)
     train_experts(model, shared=False)
-    model = sharded("node=0,cluster=0", "cluster=0", shared=False, dtensors=True)
+    model = sharded("host=1,node=0,cluster=0", "host=2,cluster=0", shared=False, dtensors=True)
     train_experts(model, shared=False, steps=1)
 
 

@@ -52,8 +52,8 @@ def test_trains_as_plain_training_does(name: str) -> None:
 
 @on_ranks(8)
 def test_on_two_levels_and_beside_tensor_and_sequence_parallelism() -> None:
-    parity("1f1b", "node=3,cluster=1", 8, steps=1)
-    parity("zbv", "node=3,cluster=0", 8, tp=2)
+    parity("1f1b", "host=1,node=3,cluster=1", 8, steps=1)
+    parity("zbv", "host=3,node=3,cluster=0", 8, tp=2)
 
 
 def calls_of_a_step(ours: Staged, step: int) -> list[Counter[str]]:

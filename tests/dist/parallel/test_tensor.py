@@ -34,4 +34,4 @@ def test_activation_checkpointing():
     def wrap(layer: nn.Module) -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=True)
 
-    check("node=3", "sequence", 2, wrap=wrap)
+    check("host=2,node=3", "sequence", 2, wrap=wrap)

@@ -91,8 +91,8 @@ def plain(run: TrainConfig, learning_rates: list[float]) -> tuple[list[float], t
 @pytest.mark.parametrize(
     ("strategy", "resumed", "model"),
     [
-        ("node=3,cluster=1", "node=2,cluster=0", {"trainable": "lora:2", "activation_checkpointing": "selective"}),
-        ("node=2,cluster=0", "node=3,cluster=3", {"trainable": ["*.mlp.*", "model.norm.weight"]}),
+        ("host=2,node=3,cluster=1", "node=2,cluster=0", {"trainable": "lora:2", "activation_checkpointing": "selective"}),
+        ("node=2,cluster=0", "host=3,node=3,cluster=3", {"trainable": ["*.mlp.*", "model.norm.weight"]}),
     ],
     ids=["lora", "patterns"],
 )
