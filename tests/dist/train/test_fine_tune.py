@@ -88,10 +88,13 @@ def plain(run: TrainConfig, learning_rates: list[float]) -> tuple[list[float], t
     return losses, model.eval()
 
 
+LORA = {"trainable": "lora:2", "activation_checkpointing": "selective"}
+
+
 @pytest.mark.parametrize(
     ("strategy", "resumed", "model"),
     [
-        ("host=2,node=3,cluster=1", "node=2,cluster=0", {"trainable": "lora:2", "activation_checkpointing": "selective"}),
+        ("host=2,node=3,cluster=1", "node=2,cluster=0", LORA),
         ("node=2,cluster=0", "host=3,node=3,cluster=3", {"trainable": ["*.mlp.*", "model.norm.weight"]}),
     ],
     ids=["lora", "patterns"],
