@@ -148,6 +148,8 @@ def test_seconds_are_those_of_kernels_and_links():
     assert slower.seconds(kind="communicate", axis="node") > 4 * few.seconds(kind="communicate", axis="node")
     assert slower.seconds(kind="wait") > few.seconds(kind="wait")
     assert few.sent_bytes(axis="cluster") == slower.sent_bytes(axis="cluster") > 0
+    # Gathers go over communicators that the mesh has made.
+    assert {event.axis for event in few.events if "all_gather" in event.name} == {"node", "cluster"}
 
 
 class Routed(nn.Module):

@@ -137,14 +137,17 @@ class Watch:
         )
 
     def _collective(self, sent: recorder.Collective) -> None:
-        axis = sent.group.rpartition(" ")[0]  # our groups say their axis and their purpose
-        axis = axis if axis in self.axes else EVERYONE
+        # Our groups say their axis and their purpose, and a mesh's its dimension, which may be several axes.
+        own, dimension = sent.group.rpartition(" ")[0], sent.group.removeprefix("mesh_")
+        over = [axis for axis in self.axes.values() if axis.name == own or axis.mesh_axis == dimension]
+        axis = EVERYONE if not over else over[0].name if len(over) == 1 else dimension
         self.calls.append(Call(axis=axis, operation=sent.name, sent_bytes=sent.sent_bytes))
         self._launched()
         operation, cost = _OPERATIONS.get(sent.name, "all_to_all"), FREE
         if self.hardware is not None and sent.ranks > 1:
-            over = [self.axes[axis]] if axis in self.axes else self.whole
-            cost = self.hardware.collective(over, operation, whole_bytes(operation, sent.ranks, sent.sent_bytes))
+            cost = self.hardware.collective(
+                over or self.whole, operation, whole_bytes(operation, sent.ranks, sent.sent_bytes)
+            )
         self.issued.append(
             Communication(
                 at_s=self.host_s,
