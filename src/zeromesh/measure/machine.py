@@ -6,7 +6,7 @@ import functools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ def measure_machine(ranks: Ranks) -> dict[str, Any]:
     device = torch.get_device_module(ranks.device)
     memory = _host_memory() / here if ranks.on_cpu else device.get_device_properties(ranks.device).total_memory
     copies = _copy_rates(ranks)
+    host_copies = {} if ranks.on_cpu else _host_copy_rates(ranks)
     products = {name: _product_rates(ranks, dtype) for name, dtype in DTYPES.items()}
     figure = statistics.mean if ranks.on_cpu else min
     return {
@@ -43,7 +44,8 @@ def measure_machine(ranks: Ranks) -> dict[str, Any]:
         "memory_bytes": memory,
         "host_memory_bytes": _host_memory(),
         "memory_bytes_per_s": figure(copies),
-        "host_copy_bytes_per_s": figure(copies) / 2 if ranks.on_cpu else min(_host_copy_rates(ranks)),
+        "host_copy_bytes_per_s": host_copies.get("at once", figure(copies) / 2),
+        "host_copies": host_copies,
         "host_step_bytes_per_s": here * min(_host_step_rates(ranks, here)),
         "peak_flops": {name: figure(each) for name, each in products.items()},
         "by_rank": {"copies": copies, **{f"{name} products": each for name, each in products.items()}},
@@ -76,22 +78,25 @@ def _copy_rates(ranks: Ranks) -> list[float]:
     return rates(lambda: target.copy_(source), 2 * source.nbytes, ranks)
 
 
-def _host_copy_rates(ranks: Ranks) -> list[float]:
-    """Bytes copied per second in each direction, up and down at once, between device and registered memory."""
+def _host_copy_rates(ranks: Ranks) -> dict[str, float]:
+    """Bytes copied per second in each direction between device and registered memory, by the slowest rank: up and down
+    "at once", and each alone."""
     num_bytes = 256 << 20
     arena = HostArena(2 * num_bytes, ranks.device)
     pairs = [(torch.empty(num_bytes, dtype=torch.uint8, device=ranks.device), arena.take(num_bytes, torch.uint8))]
     pairs.append((arena.take(num_bytes, torch.uint8), torch.empty_like(pairs[0][0])))
     streams = [torch.Stream(ranks.device) for _ in pairs]
 
-    def copy() -> None:
-        for stream, (target, source) in zip(streams, pairs, strict=True):
-            with stream:
+    def copy(ways: Sequence[int]) -> None:
+        for way in ways:
+            target, source = pairs[way]
+            with streams[way]:
                 target.copy_(source, non_blocking=True)
         for stream in streams:
             stream.synchronize()
 
-    return rates(copy, num_bytes, ranks)
+    ways = {"at once": (0, 1), "up": (0,), "down": (1,)}
+    return {name: min(rates(functools.partial(copy, own), num_bytes, ranks)) for name, own in ways.items()}
 
 
 def _host_step_rates(ranks: Ranks, here: int) -> list[float]:

@@ -242,12 +242,14 @@ def _level(name: str, size: int, found: LevelProbe | None, below: int, inside: l
 
 
 def _sources(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any]) -> dict[str, str]:
+    copies = raw["machine"]["host_copies"]
     sources = {
         "device.memory": "the machine's, divided by its ranks" if raw["machine"]["cores"] else "the driver's",
         "host_memory": "the system's: all of one machine's",
         "host_copy": "measured: copies on processors, half of memory_bandwidth"
-        if raw["machine"]["cores"]
-        else "measured: up and down at once, on all ranks at once",
+        if not copies
+        else f"measured: up and down at once, on all ranks at once; alone {format_bytes_per_s(copies['up'])} up and "
+        f"{format_bytes_per_s(copies['down'])} down",
         "host_step": "measured: fused AdamW on all ranks at once, 30 bytes an element",
         "device.memory_bandwidth": "measured: a copy, read and write counted, on all ranks at once",
         "device.peak": "measured: the fastest of a few square products, on all ranks at once; not a data sheet's",

@@ -33,6 +33,7 @@ def raw(latency: float = 1e-4, *, loaded: float = 1.0, spread: float = 1.0) -> d
         "memory_bytes": 1e9,
         "host_memory_bytes": 4e9,
         "host_copy_bytes_per_s": 5e9,
+        "host_copies": {},
         "host_step_bytes_per_s": 2e10,
         "memory_bytes_per_s": 1e10,
         "peak_flops": {"fp32": 1e10},

@@ -183,6 +183,12 @@ def test_a_probe_becomes_a_cluster():
     assert one.step_s < whole.step_s and one.compute_s < whole.compute_s
 
 
+def test_a_probe_says_what_copies_to_the_host_reach_alone():
+    found = raw()
+    found["machine"] |= {"cores": None, "host_copies": {"at once": 5e9, "up": 6e9, "down": 7e9}}
+    assert "alone 6 GB/s up and 7 GB/s down" in dict(from_raw(found, MESH, "here").cluster.sources)["host_copy"]
+
+
 @pytest.mark.parametrize(("cores", "slowest", "status"), [(None, 0.8, "look"), (None, 0.95, "ok"), (0.5, 0.5, "ok")])
 def test_a_device_that_is_slower_than_its_like_is_marked(cores, slowest, status):
     """Ranks that share cores are not held to it."""
