@@ -139,7 +139,9 @@ class Watch:
     def _collective(self, sent: recorder.Collective) -> None:
         # Our groups say their axis and their purpose, and a mesh's its dimension, which may be several axes.
         own, dimension = sent.group.rpartition(" ")[0], sent.group.removeprefix("mesh_")
-        over = [axis for axis in self.axes.values() if axis.name == own or axis.mesh_axis == dimension]
+        over = (
+            [axis for axis in self.whole if axis.mesh_axis == dimension] if own not in self.axes else [self.axes[own]]
+        )
         axis = EVERYONE if not over else over[0].name if len(over) == 1 else dimension
         self.calls.append(Call(axis=axis, operation=sent.name, sent_bytes=sent.sent_bytes))
         self._launched()
