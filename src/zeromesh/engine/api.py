@@ -277,10 +277,11 @@ def clip_grad_norm_(
         from zeromesh.engine.joint import joint_norm, require_joint  # of several models
 
         pipeline = require_joint(engines)
-    shown, totals = list[list[ShardedParameter]](), list[Tensor]()
+    shown, totals = list[tuple[list[ShardedParameter], list[Tensor]]](), list[Tensor]()
     for engine in engines:
-        shown.append(own := [param for param in engine.optimizer_params() if param.grad is not None])
+        own = [param for param in engine.optimizer_params() if param.grad is not None]
         grads = [param.grad.local for param in own]  # type: ignore[union-attr]  # slices
+        shown.append((own, grads))
         norms = slice_norms(grads, [param.elements.spans for param in own], norm_type)
         norms = norms.to(torch.promote_types(grads[0].dtype, torch.float32)) if own else torch.zeros(1)
         totals.append(torch.linalg.vector_norm(norms, norm_type))
@@ -293,12 +294,11 @@ def clip_grad_norm_(
             "continue"
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for engine, own in zip(engines, shown, strict=True):
-        grads = [param.grad.local for param in own]  # type: ignore[union-attr]  # slices
+    for engine, (own, grads) in zip(engines, shown, strict=True):
         if any(param.steps_there for param in own):
             from zeromesh.engine.beside import leave_to_step  # of host=
 
-            grads = leave_to_step(engine.backend, own, factor)
+            grads = leave_to_step(engine.backend, own, grads, factor)
         for device in {grad.device for grad in grads}:
             torch._foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
     return total

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from zeromesh.comm.host import HostArena, HostLink
 from zeromesh.engine.flat import FlatShards, HostStates, inside
-from zeromesh.engine.param import MARKED, ShardedParameter, Slice, settle
+from zeromesh.engine.param import MARKED, ShardedParameter, settle
 from zeromesh.schedule.buffer_layout import STREAMED_ELEMENTS
 
 _Step = Callable[[Any], object]
@@ -125,19 +125,20 @@ class _Clip:
         torch._foreach_mul_(grads, self.factor)
 
 
-def leave_to_step(backend: Any, params: Sequence[ShardedParameter], factor: Tensor) -> list[Tensor]:
+def leave_to_step(
+    backend: Any, params: Sequence[ShardedParameter], grads: list[Tensor], factor: Tensor
+) -> list[Tensor]:
     """Leaves the clip of gradients in the host's memory to the step that reads them, whose kernels multiply in passing.
 
     Returns:
-        The other gradients of `params`.
+        The other ones of `grads`, which are those of `params`.
     """
-    grads = {param: cast(Slice, param.grad).local for param in params}
-    there = {id(param.grad): grad for param, grad in grads.items() if param.steps_there}
+    there = {id(param.grad): grad for param, grad in zip(params, grads, strict=True) if param.steps_there}
     if {grad.dtype for grad in there.values()} != {torch.float32}:  # in which kernels take a factor
-        return [*grads.values()]
+        return grads
     if float(own := factor.to("cpu", torch.float32)) != 1:
         backend.owe(_Clip(there, own))
-    return [grad for param, grad in grads.items() if not param.steps_there]
+    return [grad for param, grad in zip(params, grads, strict=True) if not param.steps_there]
 
 
 def _clips_of(optimizer: Optimizer) -> dict[Any, _Clip]:
