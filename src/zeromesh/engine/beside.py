@@ -112,11 +112,12 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
 
 
 class _Clip:
-    """A clip of gradients in the host's memory, by the id of their slices, that nobody has multiplied yet."""
+    """A clip of gradients in the host's memory that nobody has multiplied yet: by slice, which it keeps (another
+    gradient could take the id of one that is gone), the memory at the clip."""
 
     error = None  # as a ticket that has not failed
 
-    def __init__(self, grads: dict[int, Tensor], factor: Tensor) -> None:
+    def __init__(self, grads: dict[Tensor, Tensor], factor: Tensor) -> None:
         self.grads, self.factor = grads, factor
 
     def wait(self) -> None:
@@ -133,7 +134,7 @@ def leave_to_step(
     Returns:
         The other ones of `grads`, which are those of `params`.
     """
-    there = {id(param.grad): grad for param, grad in zip(params, grads, strict=True) if param.steps_there}
+    there = {cast(Tensor, p.grad): grad for p, grad in zip(params, grads, strict=True) if p.steps_there}
     if {grad.dtype for grad in there.values()} != {torch.float32}:  # in which kernels take a factor
         return grads
     if float(own := factor.to("cpu", torch.float32)) != 1:
@@ -143,10 +144,10 @@ def leave_to_step(
 
 def _clips_of(optimizer: Optimizer) -> dict[Any, _Clip]:
     """By engine: those of just the gradients that the optimizer steps on in the host's memory. Others are done now."""
-    there, found = defaultdict[Any, set[int]](set), dict[Any, _Clip]()
+    there, found = defaultdict[Any, set[Tensor]](set), dict[Any, _Clip]()
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if isinstance(param, ShardedParameter) and param.steps_there and param.grad is not None:
-            there[param.engine()].add(id(param.grad))
+            there[param.engine()].add(param.grad)
     for engine, grads in there.items():
         if (clip := engine.backend.owe()) is not None and clip.grads.keys() == grads:
             found[engine] = clip
@@ -240,7 +241,8 @@ class _OnHost(_Part):
     def run(self, step: _Step) -> None:
         if self.factor is not None:
             torchs = self._kind.__module__.startswith("torch.optim.")  # others may look at gradients first
-            if torchs and all(group.get("fused") for group in self._groups.values()):
+            skips = self._attributes.get("found_inf")  # then kernels multiply nothing
+            if torchs and not skips and all(group.get("fused") for group in self._groups.values()):
                 scale = self._attributes.get("grad_scale")
                 scale = float((1 if scale is None else scale) / self.factor)
                 # In the gradients' memory: torch copies it there else, and a rehearsal's host would wait for that.

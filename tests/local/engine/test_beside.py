@@ -372,6 +372,31 @@ def test_a_clip_without_a_step_is_no_clip_of_later_gradients(host, drop):
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
+def test_a_clip_is_none_of_gradients_that_are_assigned_after_it():
+    """Tried often, since a gradient that is gone leaves its id to another only now and then."""
+    model = zm.shard(nn.Linear(5, 5, bias=False), None, HOST)
+    param, optimizer = model.weight, torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(200):
+        param.grad = torch.ones(5, 5)
+        zm.clip_grad_norm_(model, 0.1)
+        param.grad = None
+        param.grad = torch.ones(5, 5)
+        optimizer.step()
+        assert torch.equal(param.grad.local, torch.ones(25))
+
+
+def test_gradients_of_a_step_that_a_loss_scaler_skips_are_clipped():
+    """An infinite norm clips finite gradients to zero, as in plain torch."""
+    model = zm.shard(nn.Linear(5, 5), None, HOST)
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 5)).sum()).backward()
+    model.bias.grad.fill_(float("inf"))
+    scaler.unscale_(optimizer)
+    zm.clip_grad_norm_(model, 0.1)
+    scaler.step(optimizer)
+    assert not model.weight.grad.local.any() and model.bias.grad.local.isnan().all()
+
+
 def test_copies_of_several_optimizers_that_step_on_one_buffer_are_predicted():
     """Each brings the whole buffer; SGD has the masters alone."""
     model = make("host=1,node=0,cluster=0;step=device")
