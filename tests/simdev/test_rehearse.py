@@ -152,6 +152,17 @@ def test_seconds_are_those_of_kernels_and_links():
     assert {event.axis for event in few.events if "all_gather" in event.name} == {"node", "cluster"}
 
 
+@alone(virtual=True)
+@pytest.mark.parametrize("part", ["node=1,cluster=3", "node[2]=3,node[4]=1,cluster=1"])
+def test_gathers_of_parts_take_the_time_of_their_axis(part):
+    """Layouts of parts have axes of their own over the same communicators."""
+    made = partial(build, strategy=f"node=3,cluster=1 | blocks.0: {part}")
+    found = zm.rehearse(step, made, mesh={"cluster": 4, "node": 8}, cluster="a800-8x-hdr")
+    assert not failures_of([found]), failures_of([found])
+    axes = {event.axis for event in found.trace.events if "all_gather" in event.name}
+    assert {axis.removeprefix("blocks.0:").partition("[")[0] for axis in axes} == {"node", "cluster"}
+
+
 class Routed(nn.Module):
     """Each rank of the node has two experts, and sends as many rows to every other."""
 
