@@ -54,9 +54,10 @@ def _settled(name: str) -> Callable[..., Any]:
 
 
 _LOOKS = ("__getitem__", "__iter__", "__reduce__", "copy", "get", "items", "pop", "popitem", "setdefault", "values")
+_CHANGES = ("__delitem__", "__setitem__", "clear", "update")
 
-States: Any = type("States", (defaultdict,), {name: _settled(name) for name in _LOOKS})
-"""An optimizer's states: whoever looks at one comes after the steps under way."""
+States: Any = type("States", (defaultdict,), {name: _settled(name) for name in (*_LOOKS, *_CHANGES)})
+"""An optimizer's states: whoever looks at one, or puts others there, comes after the steps under way."""
 
 
 def step_beside(step: _Step, optimizer: Optimizer) -> bool:

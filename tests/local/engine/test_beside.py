@@ -100,6 +100,23 @@ def test_whoever_looks_comes_after_the_step(look, host):
     assert found[1] == pytest.approx(found[0], rel=1e-12)
 
 
+@pytest.mark.parametrize("host", [HOST, STREAMED])
+@pytest.mark.parametrize("change", ["clear", "__delitem__", "__setitem__", "update"])
+def test_states_that_are_dropped_meanwhile_are_stepped_on(change, host):
+    model, plain = make(host), make(None)
+    for each in model, plain:
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        stepped(optimizer, each)
+        with held(model) as gate:
+            optimizer.step()
+            threading.Timer(0.05, gate.set).start()
+            given = {"__delitem__": [first(each)], "__setitem__": [first(each), {}], "update": [{first(each): {}}]}
+            getattr(optimizer.state, change)(*given.get(change, []))
+        assert not optimizer.state[first(each)]
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.local, expected.detach().view(-1), rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.parametrize("strategy", [HOST, STREAMED])
 def test_gradients_that_are_dropped_meanwhile_are_stepped_on(strategy):
     model, plain = make(strategy), make(None)
