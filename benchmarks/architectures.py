@@ -58,6 +58,7 @@ SMALLER = (
 """New values of integer keys, by the first pattern that matches the whole name."""
 
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
+    "blenderbot": (128, {}),  # as many positions as its type has
     "blt": (SEQ_LEN, {"patching_mode": "static"}),  # else by what its weights say of each byte
     "perceiver": (2048, {}),
     "reformer": (4096, {}),
