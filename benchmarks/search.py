@@ -76,7 +76,7 @@ def planned(model: ModelSpec, cluster: Cluster, sequences: int = 1) -> Found:
 def stepped(model: ModelSpec, cluster: Cluster) -> None:
     """One step, event by event."""
     workload = FixedWorkload(seq_len=SEQ_LEN, global_batch_tokens=SEQ_LEN * cluster.world)
-    simulate(model, cluster, "node=3,cluster=1", workload, record=True)
+    simulate(model, cluster, "node=3,rack=1", workload, record=True)
 
 
 def command(*arguments: str) -> None:
