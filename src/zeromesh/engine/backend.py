@@ -223,7 +223,7 @@ STREAMED: tuple[LaneName, LaneName] = ("step 0", "step 1")
 """The lanes of steps on the device, for units of even and of odd numbers: one's copies run beside the other's step."""
 
 _CLIP = -1
-"""Among units."""
+"""Where a clip stands among the steps of units."""
 
 ByLane = tuple[tuple[LaneKind, Chain], ...]
 """Chains of several lanes, each after the one before."""
@@ -379,9 +379,11 @@ class DeviceBackend:
     def wait(self, ticket: Ticket) -> None:
         try:
             ticket.wait()
-        except CommunicationError as error:  # the job was not run, perhaps since an optimizer's step has failed
-            causes = (step.error for step in self._steps.values())
-            raise next(filter(None, causes), error) from None
+        except CommunicationError:  # the job was not run, perhaps since an optimizer's step has failed
+            cause = next(filter(None, (step.error for step in self._steps.values())), None)
+            if cause is not None:
+                raise cause from None
+            raise  # with what the backend has said
 
     def land(self) -> None:
         """The host comes after the copies that were waited for: it is about to use its own memory."""

@@ -6,9 +6,9 @@ lane of the host. Units go in the order of the forward, and the refresh of each 
 a scheduler may go on to the next rate at once.
 
 A clip leaves its factor to the step, whose kernels multiply by it in passing. Gradients and states stay at their places
-meanwhile. Whoever looks at a slice's values, a gradient's or a state comes
-after the steps (`settle`), and so does the first backward after them, which writes to the gradients' memory. A plain
-tensor of such memory that somebody has kept from before knows nothing of it.
+meanwhile. Whoever looks at a slice's values, a gradient's or a state comes after the steps (`settle`), and so does the
+first backward after them, which writes to the gradients' memory. A plain tensor of such memory that somebody has kept
+from before knows nothing of it.
 
 The first step on a parameter, which makes its states, is waited for: memory may not suffice, and it then raises as a
 step does. Torch's fused kernels are chosen for the host where the user has chosen none: without them one Python thread
@@ -138,8 +138,8 @@ def leave_to_step(
     there = {cast(Tensor, p.grad): grad for p, grad in zip(params, grads, strict=True) if p.steps_there}
     if {grad.dtype for grad in there.values()} != {torch.float32}:  # in which kernels take a factor
         return grads
-    if float(own := factor.to("cpu", torch.float32)) != 1:
-        backend.owe(_Clip(there, own))
+    if float(own := factor.to("cpu", torch.float32)) != 1 and (before := backend.owe(_Clip(there, own))) is not None:
+        before.wait()  # of the same model, which has been given twice
     return [grad for param, grad in zip(params, grads, strict=True) if not param.steps_there]
 
 
@@ -254,7 +254,7 @@ class _OnHost(_Part):
 
 
 class _Streamed(_Part):
-    """Slices of a unit in the host's memory, stepped on here: whole flat buffers come and go."""
+    """Slices of a unit in the host's memory, stepped on here: whole flat buffers come and go, in pieces."""
 
     def __init__(self, optimizer: Optimizer, attributes: Mapping[str, Any], backend: Any, unit: int) -> None:
         super().__init__(optimizer, attributes, backend, unit)

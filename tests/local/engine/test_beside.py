@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh as zm
+from zeromesh.comm import Lane
 from zeromesh.engine import beside
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.param import UNSETTLED
@@ -353,6 +354,29 @@ CLIP_LOOKS: dict[str, Callable[[nn.Module], object]] = {
     "a gradient": lambda model: first(model).grad.sum(),
     "a second clip": lambda model: zm.clip_grad_norm_(model, 1e9),
 }
+
+
+def test_an_error_between_ranks_keeps_its_cause():
+    model = make(HOST)
+
+    def failing() -> None:
+        raise CommunicationError("no answer") from OSError("reset by peer")
+
+    backend = engine_of(model).backend
+    with pytest.raises(CommunicationError, match="no answer") as raised:
+        backend.wait(Lane("other", device=torch.device("cpu")).submit(failing))
+    assert isinstance(raised.value.__cause__, OSError)
+
+
+def test_a_model_that_is_given_twice_is_clipped_twice():
+    found = []
+    for strategy in "node=0,cluster=0", HOST:
+        torch.manual_seed(0)
+        model = zm.shard(nn.Linear(5, 5), None, strategy)
+        model(torch.ones(1, 5)).sum().backward()
+        zm.clip_grad_norm_([model, model], 0.1)
+        found.append(model.weight.grad.local.clone())
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("look", CLIP_LOOKS)
