@@ -383,7 +383,7 @@ class DeviceBackend:
             cause = next(filter(None, (step.error for step in self._steps.values())), None)
             if cause is not None:
                 raise cause from None
-            raise  # with what the backend has said
+            raise  # with the words of its own backend
 
     def land(self) -> None:
         """The host comes after the copies that were waited for: it is about to use its own memory."""
