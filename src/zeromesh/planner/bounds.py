@@ -28,7 +28,7 @@ from zeromesh.planner.memory_bound import PREFETCH, MemoryBound
 from zeromesh.planner.space import STAGES, Block, Integers, divisors
 from zeromesh.planner.time_bound import (
     LANE_ROWS,
-    MICRO_AND_STEP,
+    LOST_ROWS,
     ComputeSeconds,
     Floats,
     Known,
@@ -38,6 +38,7 @@ from zeromesh.planner.time_bound import (
 )
 from zeromesh.planner.workload import Workload
 from zeromesh.schedule import BUCKET_BYTES, LANES
+from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.schedule.transfer import Operation, Transfer
 from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.simulator.computation import Computation, MicroBatchSeconds, idle_seconds
@@ -211,7 +212,7 @@ class Bounds:
         """Bounds of the layouts of `block`, without their compute."""
         lanes = np.zeros((LANE_ROWS, len(block)))
         busy = np.zeros((len(block.sizes), 2, len(block)))
-        lost = np.zeros((2, len(block)))
+        lost = np.zeros((LOST_ROWS, len(block)))
         moved = np.zeros((2, len(block)))
         adding = np.zeros(len(block))
         met = np.maximum if self.overlapping else np.add
@@ -224,11 +225,12 @@ class Bounds:
                 busy[level] += found[Row.BUSY_MICRO : Row.MEMORY_MICRO]
                 moved += found[Row.MEMORY_MICRO : Row.ADDING]
                 adding = np.maximum(adding, found[Row.ADDING])
-                lost += self._taken[level] * (found[MICRO_AND_STEP] + found[MICRO_AND_STEP + 2])
+                lost += self._taken[level] * found[:LOST_ROWS]
             added = self._added(own, bool(experts))
             lanes += of_part + added
             if self.cluster.device.cores is None:  # else the network shares them out
-                lost[0] += added[Row.REDUCE_MICRO] - added[Row.REDUCE_ROOT] - added[Row.REDUCE_FIRST]
+                lost[Row.REDUCE_MICRO] += added[Row.REDUCE_MICRO] - added[Row.REDUCE_ROOT] - added[Row.REDUCE_FIRST]
+                lost[Row.REDUCE_LATE] += added[Row.REDUCE_LATE]
         # Beyond what a device has, less goes missing than is asked for.
         most, moving = max(self._taken), self._most_moved
         real = np.minimum(1.0, MOST_TAKEN / np.maximum(len(LANES) * most + moving + adding, 1e-9))
@@ -247,17 +249,26 @@ class Bounds:
 
     def _added(self, block: Block, experts: bool) -> Floats:
         """Seconds that kernels take to add what was reduced to the accumulated gradient, in the lane of reductions."""
-        rows = np.zeros((LANE_ROWS, 1))
+        rows, adding = np.zeros((LANE_ROWS, 1)), list[tuple[UnitSpec, float]]()
         if self._adds:
             for unit in self.model.units:
                 seconds = self._adding_s(self.elements.by_unit[experts][id(unit)][0])
+                adding.append((unit, seconds))
                 rows[Row.REDUCE_MICRO] += unit.count * seconds
                 if unit.kind is UnitKind.ROOT:
                     rows[Row.REDUCE_ROOT] += seconds
                 elif unit is self._entered:
                     rows[Row.REDUCE_FIRST] += seconds
+        rows[Row.REDUCE_LATE] = self._outside(adding, REDUCE_SLOTS)
         shards = block.degree(*[stage for stage in STAGES if stage.shards_grads])
         return np.where(shards > 1, rows / shards, 0.0)
+
+    def _outside(self, each: Sequence[tuple[UnitSpec, float]], slots: int) -> float:
+        """Most seconds of a micro-batch's transfers that lie outside of the pass that they belong to, from those of one
+        of each unit: of blocks those with a slot, of others all."""
+        blocks = [seconds for unit, seconds in each if unit.kind is UnitKind.BLOCK and not self.joins]
+        others = (unit.count * seconds for unit, seconds in each if unit.kind is not UnitKind.BLOCK or self.joins)
+        return slots * max(blocks, default=0.0) + sum(others)
 
     @cached_property
     def _adds(self) -> bool:
@@ -372,6 +383,7 @@ class Bounds:
         """One column of a table."""
         row = [0.0] * len(Row)
         entered, trainable = self._entered, self.elements.total[experts][1]
+        gathered, reduced = list[tuple[UnitSpec, float]](), list[tuple[UnitSpec, float]]()
         for unit, gathers in self._gathers_by_unit(axis.stage):
             numels = self.elements.by_unit[experts][id(unit)]
             is_root = any(unit is root for root in self._roots)
@@ -388,6 +400,8 @@ class Bounds:
                 times = gathers if gather and per_micro else unit.count
                 row[(Row.GATHER_MICRO if gather else Row.REDUCE_MICRO) + (not per_micro)] += times * seconds
                 row[Row.FORWARD] += unit.count * seconds if gather and per_micro else 0.0
+                if per_micro:
+                    (gathered if gather else reduced).append((unit, seconds))
                 row[Row.BUSY_MICRO + (not per_micro)] += times * busy
                 row[Row.MEMORY_MICRO + (not per_micro)] += times * memory
                 if self._adds and operation == "reduce_scatter" and per_micro and seconds:
@@ -398,6 +412,8 @@ class Bounds:
                     row[edge + (not per_micro)] += seconds
                 elif unit is entered:
                     row[edge + 2 + (not per_micro)] += seconds
+        row[Row.AHEAD] = self._outside(gathered, PREFETCH + 1)
+        row[Row.REDUCE_LATE] = self._outside(reduced, REDUCE_SLOTS)
         return row
 
     def _gathers_by_unit(self, stage: Stage) -> Iterator[tuple[UnitSpec, int]]:

@@ -20,18 +20,21 @@ nothing is gathered any more, so that two lanes are at work at the most; with s 
 
 Nor does the first forward end before every unit is refreshed and gathered, or stepped on in the host's memory in h
 seconds, a reduction start before the first backward has, or the boundary before the last one. With f and b the seconds
-of one micro-batch's forward and backward, and G_f of a forward's gathers,
+of one micro-batch's forward and backward, G_f of a forward's gathers, G_b of a backward's, and g of those that may be
+there before a later forward begins (`PREFETCH` + 1 blocks, and units with a slot of their own),
 
-    step >= max(f, F, G_f, h) + max(M * R, (M - 1) * (f + b) + max(b, R, B)) + optimizer
+    step >= max(f, F, G_f, h) + max(M * R, (M - 1) * (f' + b') + max(b', R, B)) + optimizer
+    f' = max(f, G_f - g),    b' = max(b, G_b)
+
+A backward's gathers and its own reductions slow it down, but for L' of those that end after it (`REDUCE_SLOTS` blocks,
+and units with a slot of their own): with L_b of all of them, the second maximum is also at least
+
+    (M - 1) * f' + M * (b + L_b) - (M - 1) * L' + E_r * (1 - s)
 
 In a pipeline a rank's idle seconds come between.
 
 Where a collective takes neighbouring levels at once (`collective=ho_ring`), a chain takes at least as long as its
 longest one: U, F, R, B and E are then taken over the longest part of each layout instead of over all.
-
-More is known of a step: gathers and reductions meet in backwards alone, and every later micro-batch waits for its first
-gathers again. Without such terms eleven of twelve searches for a proven optimum take up to 1.3 times as many
-simulations, and one of 281 takes 1.8 times (November 2026): they were not worth their lines.
 """
 
 from __future__ import annotations
@@ -51,15 +54,19 @@ Floats = npt.NDArray[np.float64]
 
 
 class Row(IntEnum):
-    """Rows of a table, in seconds: of a lane per micro-batch and per step; of the root in each lane, and of the unit
-    that runs first if it is one; of all gathers of a forward; of the level's links and of the device's memory, per
-    micro-batch and per step; and, no seconds, what the kernel that adds to the accumulated gradient takes at most of a
-    collective, if a micro-batch's last reduction is over that axis."""
+    """Rows of a table, in seconds: of a lane per micro-batch and per step; of all gathers of a forward; of reductions
+    that may end after their backward; of gathers that may come before their forward; of the root in each lane, and of
+    the unit that runs first if it is one; of the level's links and of the device's memory, per micro-batch and per
+    step; and, no seconds, what the kernel that adds to the accumulated gradient takes at most of a collective, if a
+    micro-batch's last reduction is over that axis."""
 
     GATHER_MICRO = 0
     GATHER_STEP = auto()
     REDUCE_MICRO = auto()
     REDUCE_STEP = auto()
+    FORWARD = auto()
+    REDUCE_LATE = auto()
+    AHEAD = auto()
     UNSHARD_ROOT = auto()
     REFRESH_ROOT = auto()
     UNSHARD_FIRST = auto()
@@ -68,7 +75,6 @@ class Row(IntEnum):
     BOUNDARY_ROOT = auto()
     REDUCE_FIRST = auto()
     BOUNDARY_FIRST = auto()
-    FORWARD = auto()
     BUSY_MICRO = auto()
     BUSY_STEP = auto()
     MEMORY_MICRO = auto()
@@ -76,8 +82,8 @@ class Row(IntEnum):
     ADDING = auto()
 
 
-MICRO_AND_STEP = np.array([Row.GATHER_MICRO, Row.GATHER_STEP])
-"""Rows of the lanes of gathers; those of reductions lie two behind."""
+LOST_ROWS = Row.AHEAD
+"""How many rows have collectives that slow computation down."""
 
 LANE_ROWS = Row.BUSY_MICRO
 """How many rows are of lanes; of these the longest part counts where levels overlap."""
@@ -90,8 +96,8 @@ class TimeBound:
     Args:
         lanes: rows as named above, by layout.
         busy: by level, seconds of its links per micro-batch and per step.
-        lost: L, per micro-batch and per step, by layout, without what is moved through memory.
-        moved: that, in seconds of memory.
+        lost: seconds of computation lost beside each of the first rows, by layout, without those lost to memory.
+        moved: seconds of memory, per micro-batch and per step, by layout.
         moving: of memory, what collectives on all levels have at most.
         edge: s, by layout, without that.
         copied: if anything lies on the host, seconds of copies down and of those up, per micro-batch and per step.
@@ -135,12 +141,17 @@ class TimeBound:
             active = np.maximum(active, micro_batches * micro + step)
         compute_s = micro_batches * compute.total + compute.idle + optimizer_s
         # While the device waits or is idle anyway, nothing slows it down, and the edges may hide.
-        micro, step = self.lost + compute.moving * self.moved
+        waits, later, lost = micro_batches * compute.waiting + compute.idle, micro_batches - 1, self.lost
+        micro, step = lost[:2] + lost[2:4] + compute.moving * self.moved
         edge = self.edge + compute.moving * self.moving
-        slowed = micro_batches * micro + step + (edge_gather + edge_reduce) * (1 - edge)
-        slowed = np.maximum(0.0, slowed - micro_batches * compute.waiting - compute.idle)
-        last = np.maximum.reduce([np.full_like(refresh, compute.backward), lanes[Row.REDUCE_MICRO], boundary])
-        last += (micro_batches - 1) * compute.total + compute.idle
+        slowed = np.maximum(0.0, micro_batches * micro + step + (edge_gather + edge_reduce) * (1 - edge) - waits)
+        within = lost[Row.GATHER_MICRO] - lost[Row.FORWARD] + lost[Row.REDUCE_MICRO]
+        within = micro_batches * within - later * lost[Row.REDUCE_LATE] + lost[Row.REDUCE_STEP]
+        within = np.maximum(0.0, within + edge_reduce * (1 - edge) - waits)
+        forward = np.maximum(compute.forward, lanes[Row.FORWARD] - lanes[Row.AHEAD])
+        backward = np.maximum(compute.backward, lanes[Row.GATHER_MICRO] - lanes[Row.FORWARD])
+        last = np.maximum.reduce([backward, lanes[Row.REDUCE_MICRO], boundary]) + later * (forward + backward)
+        last = np.maximum(last, later * forward + micro_batches * compute.backward + within) + compute.idle
         first = np.maximum.reduce([np.full_like(refresh, compute.forward), refresh, lanes[Row.FORWARD], self.stepped])
         in_order = first + np.maximum(reduce, last) + optimizer_s
         return np.asarray(np.maximum(np.maximum(active, in_order), compute_s + slowed))
