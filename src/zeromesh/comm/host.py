@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zeromesh.comm.exchange import Copy, Sent, Step
 from zeromesh.errors import CommunicationError
+from zeromesh.files import available_memory_bytes
 from zeromesh.schedule.transfer import Copying
 
 
@@ -29,13 +30,21 @@ class HostLink:
         name: in reports, beside those of axes.
         arena: the host's memory, which stays registered as long as this lives.
         device: that is copied to and from.
+        ranks: of this machine, which share its memory.
         record: is told of every copy; an observer for tests and byte counters.
     """
 
     name: str
     arena: HostArena
     device: torch.device
+    ranks: int
     record: Callable[[Sent], None] = lambda sent: None
+
+    def enter_thread(self, threads: int) -> None:
+        """Has this thread compute with so many threads, on memory near the device."""
+        torch.set_num_threads(threads)
+        if self.device.type == "cuda" and (node := _node_of(self.device)) is not None:
+            prefer_node(node)
 
     def brought(self, source: Tensor) -> Tensor:
         """A copy in new memory of the device."""
@@ -99,7 +108,7 @@ class HostArena:
         self._taken = 0
         if device.type == "cuda":
             if (node := _node_of(device)) is not None:
-                prefer_node(self.memory, node)
+                prefer_node(node, self.memory)
             for start in range(0, num_bytes, chunk_bytes or num_bytes):
                 address, length = self.memory.data_ptr() + start, min(chunk_bytes or num_bytes, num_bytes - start)
                 code = int(_cudart().cudaHostRegister(address, length, 0))
@@ -116,18 +125,22 @@ class HostArena:
         return self.memory[start : self._taken].view(dtype)
 
 
-_MBIND = {"x86_64": 237, "aarch64": 235}
-"""Linux's number of the call; Python has no name for it."""
+_POLICIES = {"x86_64": (237, 238), "aarch64": (235, 237)}
+"""Linux's numbers of mbind and set_mempolicy; Python has no names for them."""
 
 
-def prefer_node(memory: Tensor, node: int) -> None:
-    """Has Linux put the pages of memory that nobody has touched on a NUMA node, as long as that has room."""
-    number, preferred = _MBIND.get(platform.machine()), 1
-    if number is not None:
-        mask = (ctypes.c_ulong * 16)()
+def prefer_node(node: int, memory: Tensor | None = None) -> None:
+    """Has Linux put pages that nobody has touched on a NUMA node, as long as that has room: those of `memory`, or all
+    that this thread, and those that it starts from now on, touch first."""
+    if platform.machine() in _POLICIES:
+        of_memory, of_thread = _POLICIES[platform.machine()]
+        mask, preferred = (ctypes.c_ulong * 16)(), 1
         mask[node // 64] = 1 << node % 64
-        address, length = ctypes.c_void_p(memory.data_ptr()), ctypes.c_ulong(memory.nbytes)
-        ctypes.CDLL(None).syscall(number, address, length, preferred, mask, ctypes.c_ulong(1024), 0)
+        policy, call = (preferred, mask, ctypes.c_ulong(1024)), ctypes.CDLL(None).syscall
+        if memory is None:
+            call(of_thread, *policy)
+        else:
+            call(of_memory, ctypes.c_void_p(memory.data_ptr()), ctypes.c_ulong(memory.nbytes), *policy, 0)
 
 
 def _node_of(device: torch.device) -> int | None:
@@ -143,6 +156,11 @@ def _node_of(device: torch.device) -> int | None:
 def own_memory(device: torch.device) -> Callable[[int], Tensor] | None:
     """Makes memory of so many bytes for a device that stands for its host too; None for all others."""
     return None if device.type == "cpu" else getattr(torch.get_device_module(device), "host_memory", None)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """The memory that a device's machine has left; None where it does not say, or the device stands for it."""
+    return available_memory_bytes() if own_memory(device) is None else None
 
 
 def padded(num_bytes: int) -> int:

@@ -10,9 +10,10 @@ meanwhile. Whoever looks at a slice's values, a gradient's or a state comes afte
 first backward after them, which writes to the gradients' memory. A plain tensor of such memory that somebody has kept
 from before knows nothing of it.
 
-The first step on a parameter, which makes its states, is waited for: memory may not suffice, and it then raises as a
-step does. Torch's fused kernels are chosen for the host where the user has chosen none: without them one Python thread
-would issue each operation of each parameter.
+The first step on a parameter, which makes its states, is waited for. Once a unit has its states, those of the later
+units are known too: the step raises if the machine has no room for them, where Linux would end a process. Torch's
+fused kernels are chosen for the host where the user has chosen none: without them one Python thread would issue each
+operation of each parameter.
 
 With `;step=device` a unit's masters and states come to the device, are stepped on and go back, `STREAMED_ELEMENTS` at a
 time. Two lanes of the device take turns, so the copies of a unit run beside the step of the one before, and memory is
@@ -32,9 +33,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeromesh.comm.host import HostArena, HostLink
+from zeromesh.comm.host import HostArena, HostLink, free_bytes
 from zeromesh.engine.flat import FlatShards, HostStates, inside
 from zeromesh.engine.param import MARKED, ShardedParameter, settle
+from zeromesh.errors import ModelError
 from zeromesh.schedule.buffer_layout import STREAMED_ELEMENTS
 
 _Step = Callable[[Any], object]
@@ -100,16 +102,34 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
                     clip.wait()
                 return False
             first = first or not dict.__contains__(optimizer.state, param)
-    here = parts.pop(_HERE, None)
+    here, later = parts.pop(_HERE, None), sum(part.fresh for part in parts.values())
     for (engine, unit, kind), part in sorted(
         parts.items(), key=lambda item: item[0][0].schedule.order.index(item[0][1])
     ):
-        engine.backend.step(unit, partial(part.run, step), streamed=kind is _Streamed)
+        later -= part.fresh
+        job = partial(_run, part, step, engine.backend.host, later)
+        engine.backend.step(unit, job, streamed=kind is _Streamed)
     if here is not None:
         here.run(step)
     if first:
         settle(optimizer)
     return True
+
+
+def _run(part: _Part, step: _Step, host: HostLink, later: int) -> None:
+    """Steps on a unit's slices in the host's memory.
+
+    Raises:
+        ModelError: the states that the first step will make of `later` elements do not fit beside those that it made.
+    """
+    part.run(step)
+    wanted = part.made_bytes * later // max(1, part.fresh) * host.ranks
+    if wanted and (free := free_bytes(host.device)) is not None and wanted > free:
+        raise ModelError(
+            f"{host.ranks} rank(s) of this machine need {wanted / 1e9:.1f} GB more of its memory for the optimizer's "
+            f"states, but only {free / 1e9:.1f} GB are free (MemAvailable, memory.max): keep a lower share on the host "
+            f"(host[50%]=...), or use more machines"
+        )
 
 
 class _Clip:
@@ -167,9 +187,12 @@ class _Part:
 
     Attributes:
         factor: of a clip, that the gradients are still to be multiplied by.
+        fresh: elements of parameters that have no state before the step.
+        made_bytes: of states that the step has made for them.
     """
 
     factor: Tensor | None = None
+    fresh = made_bytes = 0
 
     def __init__(self, optimizer: Optimizer, attributes: Mapping[str, Any], backend: Any, unit: int) -> None:
         self._kind, self._whole, self._attributes = type(optimizer), optimizer.state, attributes
@@ -196,6 +219,7 @@ class _Part:
         if index not in self._groups:
             self._groups[index] = self.group(self._given[index])
         self._taken.append((index, param, plain, grad))
+        self.fresh += 0 if dict.__contains__(self._whole, param) else plain.numel()
         return True
 
     def run(self, step: _Step) -> None:
@@ -209,6 +233,7 @@ class _Part:
                 for value in state.values() if plain is not param else ():
                     if _alike(value, plain):
                         MARKED[value] = param.elements
+                        self.made_bytes += value.nbytes
 
     def _stepped(self, step: _Step, given: Sequence[_Given]) -> list[dict[str, Any] | None]:
         """The states after a step on plain tensors."""
@@ -331,6 +356,7 @@ class _Streamed(_Part):
                     kept[key] = self._state(param, plain, key, value)
                     link.down(kept[key][own], value)
                     MARKED[kept[key]] = param.elements
+                    self.made_bytes += value.nbytes
 
     def _state(self, param: Any, plain: Tensor, key: str, like: Tensor) -> Tensor:
         """The host's memory for a state of a parameter, whose slice is `plain`."""

@@ -28,7 +28,7 @@ from zeromesh.engine.materialise import Init, Materialiser
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit, parts_of_root
 from zeromesh.errors import MeshError, ModelError
-from zeromesh.files import available_memory_bytes, core_numbers, machine_id
+from zeromesh.files import core_numbers, machine_id
 from zeromesh.modules import clean_name, lacks_values
 from zeromesh.schedule import ITEM_BYTES, LANES, Schedule, lent_axes
 from zeromesh.schedule.buffer_layout import slot_bytes
@@ -158,10 +158,10 @@ def build_engine(
     lanes: dict[LaneName, Lane] = {
         kind: Lane(kind, device=device, inline=inline) for kind in LANES if kind not in COPIES or memory.host
     }
-    if memory.host:
+    if host is not None:
         lanes["step"] = Lane("step", device=torch.device("cpu"), inline=inline)
         if device.type != "cpu":  # launchers give a rank one thread, and no device computes with the others
-            lanes["step"].submit(partial(torch.set_num_threads, max(torch.get_num_threads(), cores)))
+            lanes["step"].submit(partial(host.enter_thread, max(torch.get_num_threads(), cores)))
     if any(buffer.streamed for unit in schedule.placed for buffer in unit):
         lanes |= {name: Lane(name, device=device, inline=inline) for name in STREAMED}
     backend = DeviceBackend(
@@ -199,20 +199,20 @@ def take_host_memory(
     Raises:
         ModelError: a machine has less memory than its ranks would take, states of the optimizer not counted.
     """
-    from zeromesh.comm.host import HostArena, HostLink, own_memory  # of host=
+    from zeromesh.comm.host import HostArena, HostLink, free_bytes  # of host=
 
     found = control.gather((machine_id(), core_numbers(), wanted))
     here = [taken for machine, _, taken in found if machine == machine_id()]
     sharing = [machine for machine, cores, _ in found if (machine, cores) == (machine_id(), core_numbers())]
 
     def allocate() -> HostLink:
-        free = available_memory_bytes() if own_memory(device) is None else None
+        free = free_bytes(device)
         if free is not None and sum(here) > free:
             raise ModelError(
                 f"{len(here)} rank(s) of this machine need {sum(here) / 1e9:.1f} GB of its memory and further memory "
                 f"for optimizer states, but only {free / 1e9:.1f} GB are free (MemAvailable, memory.max): {less}"
             )
-        return HostLink(HOST, HostArena(max(1, wanted), device), device)
+        return HostLink(HOST, HostArena(max(1, wanted), device), device, ranks=len(here))
 
     return control.together(allocate, call=call), len(core_numbers()) // len(sharing)
 

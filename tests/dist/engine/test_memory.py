@@ -284,7 +284,7 @@ def test_more_than_the_machine_has_is_refused_before_the_model_is_touched():
     model = Awkward()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     said = pytest.raises(ModelError, match=r"2 rank\(s\) of this machine need .* lower stage than host=2")
-    with mock.patch("zeromesh.engine.build.available_memory_bytes", lambda: 1000), said:
+    with mock.patch("zeromesh.comm.host.available_memory_bytes", lambda: 1000), said:
         zm.shard(model, mesh_of(2), "host=2,node=3")
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
     assert available_memory_bytes() > 1 << 20

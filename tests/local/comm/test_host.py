@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from zeromesh.comm.host import HostArena, prefer_node
+from zeromesh.comm.host import HostArena, HostLink, prefer_node
 from zeromesh.errors import CommunicationError
 
 
@@ -41,10 +42,32 @@ def test_an_arena_in_chunks_is_registered_chunk_by_chunk():
         assert sorted(call.args[0] for call in cuda.cudaHostUnregister.call_args_list) == [at for at, _ in parts]
 
 
+def policy_of(memory: torch.Tensor, task: str = "self") -> str:
+    address = f"{memory.data_ptr():08x} "
+    lines = Path(f"/proc/{task}/numa_maps").read_text().splitlines()
+    (line,) = [each for each in lines if each.startswith(address)]
+    return line.split()[1]
+
+
 @pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="a kernel without NUMA nodes")
 def test_memory_prefers_a_node():
     arena = HostArena(1 << 20, torch.device("cpu"))
-    prefer_node(arena.memory, 0)
-    address = f"{arena.memory.data_ptr():08x} "
-    (line,) = [each for each in Path("/proc/self/numa_maps").read_text().splitlines() if each.startswith(address)]
-    assert line.split()[1].startswith("prefer")
+    prefer_node(0, arena.memory)
+    assert policy_of(arena.memory).startswith("prefer")
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="a kernel without NUMA nodes")
+def test_the_thread_of_the_steps_prefers_the_device_s_node_and_the_process_does_not():
+    found = {}
+    link = HostLink("host", HostArena(1, torch.device("cpu")), torch.device("cuda"), ranks=1)
+
+    def step() -> None:
+        link.enter_thread(torch.get_num_threads())
+        arena, own = HostArena(1 << 20, torch.device("cpu")), f"self/task/{threading.get_native_id()}"
+        found.update(step=policy_of(arena.memory, own), process=policy_of(arena.memory))
+
+    with mock.patch("zeromesh.comm.host._node_of", lambda _: 0):
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+    assert found["step"].startswith("prefer") and found["process"] == "default"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -16,10 +18,12 @@ from torch import Tensor, nn
 
 import zeromesh as zm
 from zeromesh.comm import Lane
+from zeromesh.comm.host import HostLink
 from zeromesh.engine import beside
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.param import UNSETTLED
-from zeromesh.errors import CommunicationError, OptimizerError
+from zeromesh.engine.param import UNSETTLED, settle
+from zeromesh.errors import CommunicationError, ModelError, OptimizerError
+from zeromesh.simulator import memory
 
 HOST = "host=1,node=0,cluster=0"
 STREAMED = f"{HOST};step=device"
@@ -252,6 +256,30 @@ def test_a_step_on_the_device_is_that_of_plain_torch_to_the_bit(monkeypatch, kin
     torch.testing.assert_close(found[1], found[3], rtol=0.0 if exact else 1e-14, atol=0.0 if exact else 1e-15)
 
 
+@pytest.mark.parametrize("elements", [beside.STREAMED_ELEMENTS, 7])
+@pytest.mark.parametrize("host", ["3", "3d"])
+def test_the_device_s_memory_for_a_step_there_is_predicted(monkeypatch, host, elements):
+    alive, peaks, real = Counter[int](), Counter[int](), HostLink.brought
+
+    def brought(link: HostLink, source: Tensor) -> Tensor:
+        made, lane = real(link, source), threading.get_ident()
+        alive[lane] += made.nbytes
+        peaks[lane] = max(peaks[lane], alive[lane])
+        weakref.finalize(made, alive.subtract, {lane: made.nbytes})
+        return made
+
+    for module in beside, memory:
+        monkeypatch.setattr(module, "STREAMED_ELEMENTS", elements)
+    monkeypatch.setattr(HostLink, "brought", brought)
+    model = make(f"host={host},node=0,cluster=0;step=device")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    stepped(optimizer, model)
+    peaks.clear()  # of the first step, which brings no states
+    optimizer.step()
+    settle(None)
+    assert len(peaks) == 2 and sum(peaks.values()) == memory.streamed_bytes(engine_of(model).schedule)
+
+
 @pytest.mark.parametrize("host", [HOST, STREAMED])
 def test_two_optimizers_of_the_same_parameters_have_states_of_their_own(host):
     found = []
@@ -321,6 +349,22 @@ def test_an_error_of_the_first_step_is_raised_there():
         pytest.raises(MemoryError, match="no memory"),
     ):
         optimizer.step()
+
+
+@pytest.mark.parametrize(("step", "most"), [("host", 1), ("device", 2)])
+def test_a_first_step_ends_before_a_machine_s_memory_does(step, most):
+    """Three units of 30 elements, with two states of 8 bytes an element: after the first, those of two are needed. On
+    the device, another lane may have begun with the second."""
+    for free in 2 * 30 * 8 * 2, 2 * 30 * 8 * 2 - 1:
+        model = make(f"host=3,node=0,cluster=0;step={step}")  # whose units are not joined
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        backward(model, 1)
+        said = r"1 rank\(s\) of this machine need 0\.0 GB more of its memory for the optimizer's states"
+        fails = pytest.raises(ModelError, match=said) if free % 2 else nullcontext()
+        with mock.patch("zeromesh.engine.beside.free_bytes", lambda device, free=free: free), fails:
+            optimizer.step()
+        made = sum(dict.__contains__(optimizer.state, param) for param in model.parameters())
+        assert made <= 2 * most if free % 2 else made == 6
 
 
 def values_of(tensors: Iterable[Tensor | None]) -> list[Tensor]:
