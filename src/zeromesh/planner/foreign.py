@@ -78,6 +78,14 @@ _NEEDLESS = re.compile(
 )
 """Keys that need no equivalent: of what zeromesh does by itself, or of launchers and loggers."""
 
+_TAKE_NOTHING = (
+    "model.activation_checkpointing",
+    "optimizer.clip_norm",
+    "optimizer.final_lr_ratio",
+    "optimizer.weight_decay",
+)
+"""Keys of ours that are not off by default: where a file has 0 or "none", they must say so."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
@@ -269,7 +277,8 @@ def _imported(
     layout = read(has)
     for key, value in has.items():
         ours = table.get(key)
-        if key in has.asked or value in (None, False, "none", "no", "", [], 0, -1, "Adam", "AdamW"):
+        nothing = value in (None, False, "none", "no", "", [], 0, -1, "Adam", "AdamW") and ours not in _TAKE_NOTHING
+        if nothing or key in has.asked:
             continue
         if key.endswith("gradient_accumulation_steps"):  # zeromesh has it from the batch of all ranks
             known = value == 1 or "train_batch_size" in has
@@ -338,13 +347,12 @@ def _accelerate(has: _Has, beside: Imported | None = None) -> dict[str, Any]:
     def fsdp(key: str, default: Any = None) -> Any:
         return has.take(f"fsdp_config.fsdp_{key}", default)
 
-    named = str(fsdp("sharding_strategy", "FULL_SHARD")).upper()
+    reshard = str(fsdp("reshard_after_forward", True)).upper()  # of version 1 it names the strategy
+    named = str(fsdp("sharding_strategy", "FULL_SHARD" if reshard in ("TRUE", "FALSE") else reshard)).upper()
     named = [*_FSDP][int(named) - 1] if named.isdecimal() and 0 < int(named) <= len(_FSDP) else named
     if named not in _FSDP:
         raise InputError(f"fsdp_sharding_strategy must be {one_of(named, _FSDP)}")
-    stage = _FSDP[named]
-    if str(fsdp("reshard_after_forward", True)).lower() == "false":
-        stage = "3k"
+    stage = "3k" if reshard == "FALSE" else _FSDP[named]
     if fsdp("activation_checkpointing"):
         keys["model.activation_checkpointing"] = "full"
     replicas, shards = (

@@ -33,6 +33,8 @@ ZERO3 = {
     "flops_profiler": {"enabled": True},
 }
 
+FSDP1 = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n  fsdp_reshard_after_forward: STRATEGY\n"
+
 FSDP2 = """
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
@@ -117,6 +119,8 @@ CPU = {"device": "cpu", "pin_memory": True}
         ("a.yaml", fsdp("FULL_SHARD"), "node=3,cluster=3"),
         ("a.yaml", fsdp("2"), "node=3k,cluster=3k"),
         ("a.yaml", fsdp("NO_SHARD"), "node=0,cluster=0"),
+        ("a.yaml", FSDP1.replace("STRATEGY", "SHARD_GRAD_OP"), "node=3k,cluster=3k"),
+        ("a.yaml", FSDP1.replace("STRATEGY", "NO_SHARD"), "node=0,cluster=0"),
         ("a.yaml", fsdp("HYBRID_SHARD"), "node=3,cluster=0"),
         ("a.yaml", fsdp("HYBRID_SHARD_ZERO2"), "node=3k,cluster=0"),
         ("a.yaml", FSDP2.replace("OFFLOAD", "false").replace("REPLICAS", "4"), "node=3k,cluster=0"),
@@ -158,6 +162,15 @@ def test_keys_are_ours_and_what_has_none_is_listed(write: Any) -> None:
     assert found.keys["--tp"] == 2 and "--cp" not in found.keys and found.keys["checkpoint.every"] == 250
     assert (found.keys["data.seq_len"], found.keys["run.steps"]) == (8192, 1000)
     assert found.without == ("model.flavor = 8B",)
+
+
+def test_off_is_said_where_our_default_is_not_off(write: Any) -> None:
+    adamw = {"type": "AdamW", "params": {"weight_decay": 0.0}}
+    keys = read_foreign(write("ds.json", json.dumps(ZERO3 | {"gradient_clipping": 0, "optimizer": adamw}))).keys
+    assert (keys["optimizer.clip_norm"], keys["optimizer.weight_decay"]) == (0, 0.0)
+    text = TITAN.replace('"full"', '"none"').replace("[lr_scheduler]", "[lr_scheduler]\nmin_lr_factor = 0.0")
+    keys = read_foreign(write("t.toml", text)).keys
+    assert (keys["model.activation_checkpointing"], keys["optimizer.final_lr_ratio"]) == ("none", 0.0)
 
 
 def test_accelerate_leads_to_its_deepspeed_file(write: Any) -> None:
