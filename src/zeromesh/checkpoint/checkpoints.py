@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -244,9 +243,7 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -35,6 +35,7 @@ from zeromesh.pieces.piece import DTYPES
 
 METADATA = ".metadata"
 OBJECTS = "objects.distcp"
+Sizes = tuple[int, ...]
 
 
 def write_metadata(
@@ -192,13 +193,7 @@ def _tensors(storage: Storage, directory: str, index: _Record) -> Iterator[tuple
 
 
 def _runs(
-    storage: Storage,
-    directory: str,
-    place: _Record,
-    shape: tuple[int, ...],
-    offsets: tuple[int, ...],
-    sizes: tuple[int, ...],
-    dtype: str,
+    storage: Storage, directory: str, place: _Record, shape: Sizes, offsets: Sizes, sizes: Sizes, dtype: str
 ) -> list[Chunk]:
     file = place.state["relative_path"]
     if "/" in file or "\\" in file:
@@ -253,9 +248,7 @@ class _Layout(_Bounded):
         return pid
 
 
-def _data_offset(
-    storage: Storage, directory: str, file: str, begin: int, length: int, sizes: tuple[int, ...]
-) -> tuple[int, int]:
+def _data_offset(storage: Storage, directory: str, file: str, begin: int, length: int, sizes: Sizes) -> tuple[int, int]:
     """Where in the file a tensor's bytes begin, and how many they are."""
     with storage.open(directory, file) as stream:
         archive = zipfile.ZipFile(io.BufferedReader(_Window(stream, begin, length)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 
 from zeromesh.checkpoint.dcp import METADATA, OBJECTS
 from zeromesh.checkpoint.manifest import HEAD_BYTES, MANIFEST, DamagedError, read_head
@@ -102,12 +103,9 @@ def free_name(step: int, taken: Sequence[str]) -> str:
     >>> free_name(20, []), free_name(20, ["step-00000020"])
     ('step-00000020', 'step-00000020.1')
     """
-    name = f"step-{step:08}"
-    revision = 0
-    while name in taken:
-        revision += 1
-        name = f"step-{step:08}.{revision}"
-    return name
+    first = f"step-{step:08}"
+    names = chain([first], (f"{first}.{revision}" for revision in count(1)))
+    return next(name for name in names if name not in taken)
 
 
 def superfluous(complete: Sequence[Found], *, keep: int, keep_every: int) -> list[Found]:

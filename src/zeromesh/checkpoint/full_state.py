@@ -12,7 +12,7 @@ from zeromesh.checkpoint.states import extra_names, extra_states, set_extra_stat
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.flat import FlatShards, ParamRange
+from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.home import require_one_of_a_name
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.state_dict import whole_state
@@ -77,8 +77,10 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         control = _control_of(engine, buffer)
         for place in buffer.places if control.rank == 0 else ():
             given = state[place.info.names[0]] if engine.control.first else torch.empty(place.global_shape)
-            part = _own_part(control, given.to(values.device, values.dtype), place)
-            values[place.start : place.stop].copy_(part.flatten())
+            whole = given.to(values.device, values.dtype)
+            for group in control.beyond:  # to the first rank of each mesh
+                broadcast_bytes(whole, group)
+            values[place.start : place.stop].copy_(whole[place.region.index].flatten())
         control.broadcast(values)
         buffer.fill(values)
     for name, held in persistent_buffers(model):
@@ -113,7 +115,6 @@ def buffers_of(engine: Engine) -> Iterator[FlatShards]:
 
 
 def _control_of(engine: Engine, buffer: FlatShards) -> Control:
-    """The ranks that share a buffer."""
     return engine.homes[buffer.spec.part].control
 
 
@@ -125,13 +126,6 @@ def _gather(engine: Engine, buffer: FlatShards) -> Tensor:
     if all(index == 0 for name, index in buffer.coordinates.items() if name not in sharded):
         values[buffer.range_of(axes)] = shard
     return _control_of(engine, buffer).reduce(values.view(torch.uint8)).view(shard.dtype)  # backends know fewer dtypes
-
-
-def _own_part(control: Control, whole: Tensor, place: ParamRange) -> Tensor:
-    """The part of the first rank's tensor that belongs to the first rank of each mesh."""
-    for group in control.beyond:
-        broadcast_bytes(whole, group)
-    return whole[place.region.index]
 
 
 def _require_match(engine: Engine, model: nn.Module, state: Mapping[str, Any]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -56,25 +56,17 @@ def save_safetensors(
         specs.append(Spec(name=name, shape=tuple(value.shape), dtype=written_dtype(dtype, value.dtype)))
         unsharded = whole(name, value)  # which raises on all ranks
         pieces += [unsharded] if peers.rank == 0 else []
-    _prepare(model, location, peers.rank)
+    if peers.rank == 0:
+        with suppress(OSError):  # it comes again, with a message, at the first file
+            location.mkdir(parents=True, exist_ok=True)
+            if save_config := getattr(getattr(model, "config", None), "save_pretrained", None):
+                save_config(location)
     write_safetensors(location, specs, pieces, peers, max_file_bytes=max_file_bytes)
 
 
 def written_dtype(asked: torch.dtype | None, own: torch.dtype) -> torch.dtype:
     """The dtype in which values are written; codes, also fp8's, keep theirs."""
     return asked if asked is not None and own in DTYPE_NAMES else own
-
-
-def _prepare(model: nn.Module, location: Path, rank: int) -> None:
-    """The directory, and the configuration; a failure here comes again, with a message, at the first file."""
-    if rank == 0:
-        try:
-            location.mkdir(parents=True, exist_ok=True)
-            config: Any = getattr(model, "config", None)
-            if hasattr(config, "save_pretrained"):
-                config.save_pretrained(location)
-        except OSError:
-            pass
 
 
 @progress("reading safetensors")

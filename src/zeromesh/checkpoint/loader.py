@@ -78,8 +78,8 @@ def load_path(location: str | os.PathLike[str], peers: Peers, restore: Restore) 
     """
     parent, name = os.path.split(os.fspath(location).rstrip("/"))
     storage = open_storage(parent or ".")
-    kind = peers.broadcast(_kind(storage, name), "what is to be loaded")
-    if kind == "checkpoint":
+    single = has_file(storage, name, MANIFEST) or has_file(storage, name, METADATA)
+    if peers.broadcast(single, "what is to be loaded"):
         return load_one(storage.where(name), partial(_open, storage, name), peers, restore)
     loaded = load_newest(open_storage(location), peers, restore)
     if loaded is None:
@@ -88,10 +88,6 @@ def load_path(location: str | os.PathLike[str], peers: Peers, restore: Restore) 
             f"torch.distributed.checkpoint), and no directory of checkpoints: give the path of one"
         )
     return loaded
-
-
-def _kind(storage: Storage, name: str) -> str:
-    return "checkpoint" if has_file(storage, name, MANIFEST) or has_file(storage, name, METADATA) else "directory"
 
 
 def _candidates(storage: Storage, peers: Peers) -> tuple[list[str], list[str]]:

@@ -43,7 +43,7 @@ manifest, and is not read to find that out; this much takes 3 GB to parse at the
 HEAD_BYTES = 4096
 """The first line is shorter."""
 
-_MAX_DIMS = 64  # torch's own limit
+MAX_DIMS = 64  # torch's own limit
 _MAX_NUMBER = 1 << 63
 _MAX_REGIONS = 1024
 """Most different boxes of one tensor. All pairs of so many are compared in a second."""
@@ -203,7 +203,7 @@ def read_head(data: bytes, where: str) -> dict[str, Any]:
         version, crc = head["version"], head.pop("crc32", None)
         if version in (VERSION, VERSION - 1) and crc != _crc(head):
             raise ValueError(f"CRC-32 {crc}, and not {_crc(head)}")
-        complete = all(_is_count(head[key]) for key in ("step", "serial", "bytes"))
+        complete = all(is_count(head[key]) for key in ("step", "serial", "bytes"))
         if not complete or not isinstance(head["sha256"], str):
             raise ValueError("step, serial, bytes and sha256 are not all there")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -217,17 +217,17 @@ def _files(rows: list[list[Any]]) -> dict[str, int]:
     files = {name: num_bytes for name, num_bytes in rows}
     if not all(_FILE.fullmatch(name) for name in files) or len(files) != len(rows):
         raise ValueError("data files must lie in the checkpoint's own directory, each once")
-    if not all(map(_is_count, files.values())):
+    if not all(map(is_count, files.values())):
         raise ValueError("sizes of files must be whole numbers")
     return files
 
 
 def _entry(files: list[str], dtype: str, shape: list[int], rows: list[list[Any]]) -> TensorEntry:
     numbers = [*shape, *(number for row in rows for part in (row[:4], *row[4:]) for number in part)]
-    if not all(map(_is_count, numbers)):
+    if not all(map(is_count, numbers)):
         raise ValueError("sizes and places must be whole numbers, zero or more, below 2**63")
-    if len(shape) > _MAX_DIMS:
-        raise ValueError(f"a tensor has {len(shape)} dimensions; at most {_MAX_DIMS} are possible")
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"a tensor has {len(shape)} dimensions; at most {MAX_DIMS} are possible")
     if not isinstance(dtype, str):
         raise ValueError("dtypes must be names")
     chunks = tuple(
@@ -258,7 +258,8 @@ def _region(
         raise ValueError(str(error)) from error
 
 
-def _is_count(number: Any) -> bool:
+def is_count(number: Any) -> bool:
+    """Whether it can be a size or a place."""
     return type(number) is int and 0 <= number < _MAX_NUMBER
 
 
@@ -271,14 +272,11 @@ def check_cover(name: str, entry: TensorEntry, where: str) -> None:
         if chunk.start != at or chunk.stop <= chunk.start:
             raise DamagedError(f"{where}: {name} must be covered from element {at}; got {chunk.start}..{chunk.stop}")
         ends[region] = chunk.stop
-    short = [(region, end) for region, end in ends.items() if end != region.numel]
-    for region, end in short:
-        raise DamagedError(f"{where}: {name} has {region.numel} elements{_at(region)}; the files hold the first {end}")
+    for region, end in ends.items():
+        if end != region.numel:
+            box = "" if region.is_whole else f" in the box of {region}"
+            raise DamagedError(f"{where}: {name} has {region.numel} elements{box}; the files hold the first {end}")
     if sum(ends.values()) != entry.numel:
         raise DamagedError(f"{where}: {name} has {entry.numel} elements; the files hold {sum(ends.values())}")
     if len(ends) > _MAX_REGIONS or any(one.meets(other) for one, other in combinations(ends, 2)):
         raise DamagedError(f"{where}: {name} must lie in boxes apart from each other, {_MAX_REGIONS} at most")
-
-
-def _at(region: Region) -> str:
-    return "" if region.is_whole else f" in the box of {region}"

@@ -26,7 +26,7 @@ class Peers:
     Args:
         group: of their own, of a backend that works on the host (gloo), since a background thread talks on it; None on
             a single rank.
-        progress: of all ranks; None where nobody could say who is missing.
+        progress: of all ranks, which says who is missing; None on a single rank.
     """
 
     group: dist.ProcessGroup | None = None
@@ -67,25 +67,22 @@ class Peers:
 
     def _exchange(self, what: str, collective: Callable[[], object]) -> None:
         progress = self.progress
-        if progress is not None and progress.failure:
+        assert progress is not None  # there is a group
+        if progress.failure:
             raise CommunicationError(f"rank {self.rank} cannot come to {what}: {progress.failure}")
         try:
-            if progress is not None:
-                progress.arrive(what)
+            progress.arrive(what)
             collective()
         except RuntimeError as error:
-            missing = progress.missing() if progress is not None else []
             failure = (
                 f"rank {self.rank} waited in vain for {what}, of {self.size} ranks. "
-                f"Missing: {'; '.join(missing) or 'a rank that has ended since'}. It has died, has stalled, or has "
-                f"raised an error of its own, which then says why. [{str(error).splitlines()[0]}]"
+                f"Missing: {'; '.join(progress.missing()) or 'a rank that has ended since'}. It has died, has stalled, "
+                f"or has raised an error of its own, which then says why. [{str(error).splitlines()[0]}]"
             )
-            if progress is not None:
-                progress.fail(failure)
+            progress.fail(failure)
             raise CommunicationError(failure) from error
         except BaseException as error:
-            if progress is not None:
-                progress.fail(f"{what} was interrupted ({type(error).__name__})")
+            progress.fail(f"{what} was interrupted ({type(error).__name__})")
             raise
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from io import BufferedReader
-from types import TracebackType
 from typing import Self
 from zlib import crc32
 
@@ -57,9 +57,7 @@ class Reader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for source in self._sources.values():
             source.close()
         self._sources.clear()
@@ -90,13 +88,10 @@ class Reader:
             note(piece.name)
             entry, boxes = self.entry(piece.name), piece.boxes
             for chunk in self._chunks(piece):
-                for block, source in enumerate(_blocks(entry, chunk)):
-                    if _meets(piece, boxes, *source):
+                for block, (region, start, stop) in enumerate(_blocks(entry, chunk)):
+                    if _meets(piece, boxes, region, start, stop):
                         values = self._block(piece.name, chunk, block, DTYPES[entry.dtype])
-                        region, start, _ = source
-                        copy_shared(
-                            Piece(name=piece.name, shape=piece.shape, start=start, local=values, within=region), piece
-                        )
+                        copy_shared(replace(piece, start=start, local=values, within=region), piece)
 
     def whole(self, name: str, dtype: torch.dtype) -> Tensor:
         """All of a tensor, in host memory; raises as `entry` and `fill` do."""
@@ -151,12 +146,8 @@ class Reader:
         return self._sources[file]
 
 
-_Range = tuple[Region, int, int]
-"""Elements of a flattened region: from, to."""
-
-
-def _blocks(entry: TensorEntry, chunk: Chunk) -> Iterator[_Range]:
-    """The ranges of the blocks of a chunk."""
+def _blocks(entry: TensorEntry, chunk: Chunk) -> Iterator[tuple[Region, int, int]]:
+    """The ranges of the blocks of a chunk: elements of a flattened region, from, to."""
     step, region = BLOCK_BYTES // DTYPES[entry.dtype].itemsize, chunk.within or Region.whole(entry.shape)
     for start in range(chunk.start, chunk.stop, step):
         yield region, start, min(start + step, chunk.stop)

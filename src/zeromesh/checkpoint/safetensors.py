@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.manifest import Chunk, Manifest, TensorEntry
+from zeromesh.checkpoint.manifest import MAX_DIMS, Chunk, Manifest, TensorEntry, is_count
 from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.read import Reader
 from zeromesh.checkpoint.storage import LocalStorage, open_regular, read_at
@@ -45,8 +45,6 @@ _NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _CHUNK = 1 << 22
-_MAX_DIMS = 64  # torch's own limit
-_MAX_NUMBER = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +289,7 @@ def _stored(path: Path, name: str, row: Mapping[str, Any], base: int, size: int)
     if row["dtype"] not in _DTYPES:
         raise CheckpointError(f"{path}: {name} has dtype {row['dtype']}, which is not supported")
     dtype = _DTYPES[row["dtype"]]
-    if len(shape) > _MAX_DIMS or not all(type(size) is int and 0 <= size < _MAX_NUMBER for size in shape):
+    if len(shape) > MAX_DIMS or not all(map(is_count, shape)):
         raise ValueError(f"{name} has shape {str(shape)[:80]}")
     if not 0 <= begin <= end or end - begin != prod(shape) * dtype.itemsize or base + end > size:
         raise CheckpointError(

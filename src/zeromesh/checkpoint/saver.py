@@ -248,7 +248,9 @@ class Saver:
                     _, problem = _tried(where, lambda: self._publish(name, directory, manifest))
             problem = peers.broadcast(problem, f"the end of {what}")
         if problem:
-            self._discard(directory)
+            if peers.rank == 0 and directory:
+                with suppress(Exception):  # where the disk is gone too, the next job deletes it
+                    storage.remove(directory)
             raise CheckpointError(f"{what} was not saved: {problem}")
         self._retire()
         return storage.where(name)
@@ -277,6 +279,7 @@ class Saver:
         empty = {name: entry for share in shares for name, entry in share.empty.items()}
         groups = join_groups([share.groups for share in shares])
         aliases = {alias: name for share in shares for alias, name in share.aliases.items()}
+        aliased = [replace(row, name=alias) for alias, name in aliases.items() for row in rows if row.name == name]
         manifest = Manifest(
             step=snapshot.step,
             serial=serial,
@@ -286,7 +289,7 @@ class Saver:
             about=snapshot.about,
         )
         objects = {**groups_for_torch(groups), "step": snapshot.step}
-        write_metadata(self.storage, directory, [*rows, *_aliased(rows, aliases)], empty, objects)
+        write_metadata(self.storage, directory, [*rows, *aliased], empty, objects)
         if self.storage.renames:  # nobody looks at this directory yet, so the manifest need not wait for the data
             self._write_manifest(directory, manifest)
         return manifest
@@ -301,12 +304,6 @@ class Saver:
             self.storage.publish(directory, name)
         else:
             self._write_manifest(directory, manifest)
-
-    def _discard(self, directory: str) -> None:
-        # Where the disk is gone too, the next job deletes it.
-        if self.peers.rank == 0 and directory:
-            with suppress(Exception):
-                self.storage.remove(directory)
 
     def _retire(self) -> None:
         # The checkpoint itself is complete; a directory that cannot be deleted now is tried again with the next one.
@@ -338,11 +335,6 @@ def _once(rows: Sequence[Written], common: frozenset[str]) -> list[Written]:
                 f"{other.chunk.file}: what is saved under one name must be the same in all stages; name it otherwise"
             )
     return kept
-
-
-def _aliased(rows: Sequence[Written], aliases: Mapping[str, str]) -> list[Written]:
-    """The rows of tied tensors once more under each further name: the same bytes."""
-    return [replace(row, name=alias) for alias, name in aliases.items() for row in rows if row.name == name]
 
 
 def _tried(where: str, work: Callable[[], T]) -> tuple[T | None, str]:

@@ -127,8 +127,7 @@ def _describe(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(optimizer: Optimizer) -> str:
-    kind = optimizer.kind if isinstance(optimizer, OwnerOptimizer) else type(optimizer)
-    return kind.__name__
+    return (optimizer.kind if isinstance(optimizer, OwnerOptimizer) else type(optimizer)).__name__
 
 
 def read_groups(reader: Reader) -> Groups:

@@ -272,7 +272,6 @@ def open_regular(path: Path) -> int:
 
 
 def _sync(descriptor: int, path: Path) -> None:
-    """Syncs and closes."""
     try:
         os.fsync(descriptor)
     except OSError as error:

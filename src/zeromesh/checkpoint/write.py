@@ -68,12 +68,7 @@ def write_file(storage: Storage, directory: str, file: str, pieces: Sequence[Pie
                 data = piece.part(box.start, box.stop).local
                 begin, crcs, length = write_tensor(stream, position, data, box.sizes)
                 chunk = Chunk(
-                    start=box.start,
-                    stop=box.stop,
-                    file=file,
-                    offset=position + begin,
-                    crcs=crcs,
-                    within=piece.within,
+                    start=box.start, stop=box.stop, file=file, offset=position + begin, crcs=crcs, within=piece.within
                 )
                 row = Written(
                     name=piece.name,
