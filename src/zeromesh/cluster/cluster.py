@@ -177,18 +177,14 @@ class Cluster:
         left = world
         taken: list[Level] = []
         for level in self.levels:
-            size = self._fill(level, left, world)
+            size = min(left, level.size)
+            if left % size:
+                inner = self.members_below(len(taken)) * level.size
+                low, high = world // inner * inner, (world // inner + 1) * inner
+                raise ClusterError(
+                    f"{world} devices leave a {level.name!r} of cluster {self.name!r} partly filled: take {low} or "
+                    f"{high}"
+                )
             taken.append(replace(level, size=size))
             left //= size
         return replace(self, levels=tuple(taken))
-
-    def _fill(self, level: Level, left: int, world: int) -> int:
-        if left <= level.size:
-            return left
-        if left % level.size:
-            inner = self.members_below(self.levels.index(level)) * level.size
-            low, high = world // inner * inner, (world // inner + 1) * inner
-            raise ClusterError(
-                f"{world} devices leave a {level.name!r} of cluster {self.name!r} partly filled: take {low} or {high}"
-            )
-        return level.size

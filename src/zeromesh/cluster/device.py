@@ -54,7 +54,11 @@ class Device:
         if self.cores is not None and self.cores <= 0:
             raise ClusterError(f"device {self.name!r}: cores must be positive, got {self.cores}")
         for dtype, rate in (*self.peak_flops, *self.achievable_flops):
-            _check_rate(self.name, dtype, rate)
+            if dtype not in MATRIX_DTYPES:
+                known = nearest(dtype, MATRIX_DTYPES)
+                raise ClusterError(f"device {self.name!r}: unknown dtype {dtype!r} in peak; {known}")
+            if rate <= 0:
+                raise ClusterError(f"device {self.name!r}: the rate for {dtype} must be positive, got {rate}")
         peaks = dict(self.peak_flops)
         for dtype, rate in dict(self.achievable_flops).items():
             peak = peaks.get(dtype, 0.0)
@@ -98,10 +102,3 @@ class Device:
 
 def _pairs(rates: Mapping[str, float] | tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(dict(rates).items()))
-
-
-def _check_rate(device: str, dtype: str, rate: float) -> None:
-    if dtype not in MATRIX_DTYPES:
-        raise ClusterError(f"device {device!r}: unknown dtype {dtype!r} in peak; {nearest(dtype, MATRIX_DTYPES)}")
-    if rate <= 0:
-        raise ClusterError(f"device {device!r}: the rate for {dtype} must be positive, got {rate}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, log
+from typing import Self
 
 from zeromesh.errors import ClusterError, one_of
 
@@ -53,6 +54,10 @@ class Kernel:
     def rate(self, *, backward: bool) -> float:
         """The rate of one direction."""
         return self.backward if backward else self.forward
+
+    def times(self, factor: float) -> Self:
+        """With both rates times `factor`."""
+        return replace(self, forward=self.forward * factor, backward=self.backward * factor)
 
     def distance(self, shape: Sequence[float]) -> float:
         """From another shape of its kind: the sum of the logarithms of how often one size goes into the other."""

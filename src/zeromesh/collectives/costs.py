@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from zeromesh.cost import (
-    CollectiveCost,
-    Constants,
-    Group,
-    JointCost,
-    Operation,
-    collective_cost,
-    one_after_another,
-)
+from zeromesh.cost import CollectiveCost, Constants, Group, JointCost, Operation, collective_cost, one_after_another
 
 
 class FlatCost(JointCost):

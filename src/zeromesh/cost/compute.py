@@ -84,7 +84,7 @@ class ComputeModel:
     def unit(self, unit: UnitSpec, *, tokens: float, seq_len: int, recomputation: Recomputation) -> UnitSeconds:
         """Seconds of one of `unit`'s copies for `tokens` tokens in sequences of `seq_len`."""
         products = sum(self.matmul(m, tokens) for m in unit.matmuls)
-        attention = self._attention_forward(unit.attention, tokens, seq_len)
+        attention = self._attention_of(unit.attention, tokens, seq_len)
         other = tokens / self.matrix_flops
         moving = self.elementwise(unit, tokens, seq_len)
         forward = products + attention + moving + unit.other_forward_flops * other
@@ -98,12 +98,14 @@ class ComputeModel:
         backward = (
             sum(seconds for seconds, _ in gradients)
             + weights
-            + self._attention_backward(unit.attention, tokens, seq_len)
+            + self._attention_of(unit.attention, tokens, seq_len, backward=True)
             + moving_back
             + unit.other_backward_flops * other
         )
-        again = unit.recomputes(recomputation)
-        recompute = self._recompute(unit, tokens, recomputation, forward, moving) if again else 0.0
+        again, recompute = unit.recomputes(recomputation), 0.0
+        if again:
+            selective = recomputation is Recomputation.SELECTIVE
+            recompute = sum(self.matmul(m, tokens) for m in unit.selected_matmuls) + moving if selective else forward
         whole = forward + recompute + backward
         return UnitSeconds(
             forward=forward,
@@ -169,24 +171,14 @@ class ComputeModel:
         """Seconds of a kernel that reads and writes `moved_bytes`: copies, casts, quantisation."""
         return moved_bytes / self.memory_bytes_per_s
 
-    def _recompute(
-        self, unit: UnitSpec, tokens: float, recomputation: Recomputation, forward: float, moving: float
+    def _attention_of(
+        self, attention: AttentionSpec | None, tokens: float, seq_len: int, *, backward: bool = False
     ) -> float:
-        if recomputation is Recomputation.FULL:
-            return forward
-        return sum(self.matmul(m, tokens) for m in unit.selected_matmuls) + moving
-
-    def _attention_forward(self, attention: AttentionSpec | None, tokens: float, seq_len: int) -> float:
         if attention is None:
             return 0.0
-        flops = attention.forward_flops(seq_len) * causal_share(attention, seq_len) * tokens
-        return self.attention(flops, shape=(attention.context(seq_len), attention.head_dim))
-
-    def _attention_backward(self, attention: AttentionSpec | None, tokens: float, seq_len: int) -> float:
-        if attention is None:
-            return 0.0
-        flops = attention.backward_flops(seq_len) * causal_share(attention, seq_len) * tokens
-        return self.attention(flops, backward=True, shape=(attention.context(seq_len), attention.head_dim))
+        flops = attention.backward_flops(seq_len) if backward else attention.forward_flops(seq_len)
+        flops = flops * causal_share(attention, seq_len) * tokens
+        return self.attention(flops, backward=backward, shape=(attention.context(seq_len), attention.head_dim))
 
     def elementwise(self, unit: UnitSpec, tokens: float, seq_len: int, *, backward: bool = False) -> float:
         """Seconds of memory traffic in a forward, or of as many bytes in a backward (twice)."""

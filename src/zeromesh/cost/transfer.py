@@ -138,14 +138,9 @@ class TransferModel:
         group = self.group(axes)
         ranks = prod(axis.size for axis in axes)
         full_bytes = ranks * wire_bytes(-(-numel // ranks), wire)
-        if coded(wire) is None:
-            return collective_cost(group, operation, full_bytes, self.constants, algorithm=algorithm)
-        return one_after_another(
-            *(
-                collective_cost(group, exchange, full_bytes, self.constants, algorithm=algorithm)
-                for exchange in _exchanges(operation)
-            )
-        )
+        parts = (operation,) if coded(wire) is None else _exchanges(operation)
+        costs = [collective_cost(group, part, full_bytes, self.constants, algorithm=algorithm) for part in parts]
+        return costs[0] if len(costs) == 1 else one_after_another(*costs)
 
     def _coding_bytes(self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str) -> float:
         """Bytes that quantisers read and write. Scatter: everything is quantised, and summed into one part. Gather: one

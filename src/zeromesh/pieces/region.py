@@ -75,12 +75,7 @@ class Region:
     @property
     def begins(self) -> int | None:
         """Where it starts in the flattened tensor, if it is a range of that."""
-        if self.fold[1] > 1:
-            return None
-        cut = [
-            dim for dim, (size, all_of_it) in enumerate(zip(self.sizes, self.shape, strict=True)) if size < all_of_it
-        ]
-        if any(size > 1 for size in self.sizes[: cut[-1] if cut else 0]):
+        if self.fold[1] > 1 or any(size > 1 for size in self.sizes[: max(0, self.batch - 1)]):
             return None
         return sum(offset * prod(self.shape[dim + 1 :]) for dim, offset in enumerate(self.offsets))
 

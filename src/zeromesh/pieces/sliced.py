@@ -66,10 +66,7 @@ class Sliced:
 
 
 def dtensor_region(
-    shape: Sequence[int],
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    coordinate: Sequence[int] | None = None,
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], coordinate: Sequence[int] | None = None
 ) -> Region:
     """The region of a DTensor that a rank holds.
 

@@ -361,11 +361,7 @@ class TritonQuantiser(Codec):
 
     @property
     def _rounding(self) -> dict[str, float]:
-        return {
-            "LARGEST": float(self.form.largest),
-            "STOCHASTIC": self.form.stochastic,
-            "SMALLEST_": SMALLEST,
-        }
+        return {"LARGEST": float(self.form.largest), "STOCHASTIC": self.form.stochastic, "SMALLEST_": SMALLEST}
 
     def _seed(self) -> int:
         if self._generator is None:
