@@ -35,21 +35,13 @@ class Chains:
     model: TransferModel
     _built: dict[tuple[object, ...], tuple[Work, ...]] = field(default_factory=dict, repr=False)
 
-    def unshard(self, unit: int, *, from_kept: bool) -> tuple[Work, ...]:
-        """Gathers of the unit's parameters."""
-        return self._get("from_kept" if from_kept else "unshard", unit)
-
-    def refresh(self, unit: int) -> tuple[Work, ...]:
-        """Gathers of its updated parameters."""
-        return self._get("refresh", unit)
-
-    def reduce_micro(self, unit: int) -> tuple[Work, ...]:
-        """Reductions after every micro-batch."""
-        return self._get("reduce", unit)
-
-    def reduce_boundary(self, unit: int) -> tuple[Work, ...]:
-        """Reductions to the state shard."""
-        return self._get("boundary", unit)
+    def chain(self, lane: LaneKind | Literal["from_kept"], unit: int) -> tuple[Work, ...]:
+        """A lane's transfers of a unit; "from_kept" is the lane "unshard" where a kept copy is gathered."""
+        placed = self.schedule.placed[unit]
+        key = (lane, *map(id, placed))  # equal units have the same
+        if key not in self._built:
+            self._built[key] = tuple(work for buffer in placed for work in self._build(lane, buffer))
+        return self._built[key]
 
     def copied(self, kind: str, steps: Iterable[Transfer | None]) -> dict[Copying, tuple[Work, ...]]:
         """Those of `steps` that are copies to and from the host, by direction; `kind` is that of their chain."""
@@ -71,13 +63,6 @@ class Chains:
             cost = self.model.joint((axis,), "all_to_all", region, shipment.wire)
             works.append(Work("owners all_to_all", (axis.name,), cost, (float(shipment.sent_bytes),)))
         return tuple(works)
-
-    def _get(self, lane: LaneKind | Literal["from_kept"], unit: int) -> tuple[Work, ...]:
-        placed = self.schedule.placed[unit]
-        key = (lane, *map(id, placed))  # equal units have the same
-        if key not in self._built:
-            self._built[key] = tuple(work for buffer in placed for work in self._build(lane, buffer))
-        return self._built[key]
 
     def _build(self, lane: LaneKind | Literal["from_kept"], placed: BufferLayout) -> list[Work]:
         match lane:
@@ -131,11 +116,9 @@ class Chains:
         one, other = steps
         first, last = (self._single(step, kind) for step in steps)
         cost = costs_of(self._collective).pair_cost(first.cost, last.cost, (one, other))
-        inner, outer = (first, last) if self._place(one) < self._place(other) else (last, first)
+        place = self.schedule.axes.index
+        inner, outer = (first, last) if place(one.axis) < place(other.axis) else (last, first)
         return Work(first.name, (*inner.axes, *outer.axes), cost, (*inner.sent_bytes, *outer.sent_bytes))
-
-    def _place(self, step: Transfer) -> int:
-        return self.schedule.axes.index(step.axis)
 
     def _single(self, step: Transfer, kind: str) -> Work:
         pieces = self._pieces(step.numel, kind)

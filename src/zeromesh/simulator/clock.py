@@ -20,7 +20,7 @@ from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import InLane, Job, Network, Work
 from zeromesh.strategy.stage import HOST
-from zeromesh.trace import Event
+from zeromesh.trace import Event, Kind
 
 Signature = tuple[float, list[InLane]]
 """How far the host is ahead, and all that is in flight."""
@@ -111,21 +111,25 @@ class ClockBackend:
     # ---- schedule.Backend
 
     def refresh(self, unit: int) -> Job | None:
-        return self._beside_copies("refresh", unit, self.chains.refresh(unit), "refresh", self._stepping.get(unit))
+        return self._beside_copies(
+            "refresh", unit, self.chains.chain("refresh", unit), "refresh", self._stepping.get(unit)
+        )
 
     def unshard(self, unit: int, *, from_kept: bool, after: Job | None) -> Job | None:
         route: _Routes = "from_kept" if from_kept else "unshard"
-        job = self._beside_copies("unshard", unit, self.chains.unshard(unit, from_kept=from_kept), route, after)
+        job = self._beside_copies("unshard", unit, self.chains.chain(route, unit), route, after)
         if job is not None and not self.mechanics.overlap_gather:
-            self._let_end(job)
+            self.wait(job)
         return job
 
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[Job]:
         after = self._reducing.get(unit)
-        micro = self.chains.reduce_micro(unit) if reduction.micro else ()
-        boundary = self.chains.reduce_boundary(unit) if reduction.boundary else ()
+        micro = self.chains.chain("reduce", unit) if reduction.micro else ()
+        boundary = self.chains.chain("boundary", unit) if reduction.boundary else ()
         if boundary and not self.mechanics.overlap_boundary:
-            job = self._defer(unit, micro, boundary, after)
+            first = self._submit("reduce", unit, micro, after)
+            job = self._reducing[unit] = Job(boundary, unit, self.micro_batch, "reduce", first)
+            self._deferred.append(job)
             return Reducing(job, job)
         stands_still = not self.mechanics.overlap_reduce and not boundary
         if self.mechanics.lane("reduce") == self.mechanics.lane("boundary"):
@@ -137,11 +141,28 @@ class ClockBackend:
         if last is not None:
             self._reducing[unit] = last
         if first is not None and stands_still:
-            self._let_end(first)
+            self.wait(first)
         return Reducing(first, last)
 
     def wait(self, ticket: Job) -> None:
-        self._let_end(ticket)
+        before = ticket.after
+        while before is not None:
+            if before.kind == "step":  # seen under its own name
+                self.wait(before)
+            before = before.after
+        if not ticket.lane:
+            self._submit_deferred()
+        if ticket.done_s is not None:
+            return
+        start = self.now_s
+        self._watch, self._seen_exposed_s = (ticket.lane, start), 0.0
+        self.network.wait_for(ticket)
+        self._watch = None
+        waited = self.now_s - start
+        # Time that the lane's own transfers do not account for was spent waiting for another lane.
+        self._expose(ticket.chain[-1], waited - self._seen_exposed_s)
+        if self.record and waited > 0:
+            self._event(f"wait for {ticket.kind}", "wait", start, ticket.unit)
 
     def use(self, unit: int) -> None:
         """There is no model."""
@@ -168,14 +189,14 @@ class ClockBackend:
         self.network.compute(seconds, moving)
         self.totals.compute_s += self.now_s - start
         if self.record and self.now_s > start:
-            self._event(name, "compute", "compute", start, unit)
+            self._event(name, "compute", start, unit)
 
     def communicate(self, unit: int, chain: tuple[Work, ...]) -> None:
         """Lets collectives pass that are part of a unit's computation."""
         if chain:
             job = self._submit("within", unit, chain, None)
             assert job is not None  # the chain is not empty
-            self._let_end(job)
+            self.wait(job)
 
     def idle(self, axis: str, name: str, seconds: float) -> None:
         """Lets the device wait for others: ranks of a pipeline, or its host."""
@@ -184,7 +205,7 @@ class ClockBackend:
         if seconds > 0:
             self.totals.exposed_s[axis, name] += seconds  # type: ignore[assignment]  # seconds
             if self.record:
-                self._event(name, "wait", "compute", start, -1)
+                self._event(name, "wait", start, -1)
 
     def begin_step(self) -> None:
         """The host is abreast of the device, and steps on one unit after the other."""
@@ -209,7 +230,7 @@ class ClockBackend:
         self._submit_deferred()
         for queue in list(self.network.lanes.values()):
             while queue:
-                self._let_end(queue[0])
+                self.wait(queue[0])
 
     # ---- inside
 
@@ -264,37 +285,10 @@ class ClockBackend:
             self._reducing[unit] = last
         return Reducing(last if any("grads" in placed.on_host_kinds for placed in trained) else first, last)
 
-    def _defer(self, unit: int, micro: tuple[Work, ...], boundary: tuple[Work, ...], after: Job | None) -> Job:
-        first = self._submit("reduce", unit, micro, after)
-        job = Job(boundary, unit, self.micro_batch, "reduce", first)
-        self._deferred.append(job)
-        self._reducing[unit] = job
-        return job
-
     def _submit_deferred(self) -> None:
         for job in self._deferred:
             self._issue(job, self.mechanics.lane("boundary"))
         self._deferred.clear()
-
-    def _let_end(self, job: Job) -> None:
-        before = job.after
-        while before is not None:
-            if before.kind == "step":  # seen under its own name
-                self._let_end(before)
-            before = before.after
-        if not job.lane:
-            self._submit_deferred()
-        if job.done_s is not None:
-            return
-        start = self.now_s
-        self._watch, self._seen_exposed_s = (job.lane, start), 0.0
-        self.network.wait_for(job)
-        self._watch = None
-        waited = self.now_s - start
-        # Time that the lane's own transfers do not account for was spent waiting for another lane.
-        self._expose(job.chain[-1], waited - self._seen_exposed_s)
-        if self.record and waited > 0:
-            self._event(f"wait for {job.kind}", "wait", "compute", start, job.unit)
 
     def _expose(self, work: Work, seconds: float) -> None:
         if seconds > 1e-12:
@@ -307,29 +301,28 @@ class ClockBackend:
             self._expose(work, overlap)
         if self.record:
             axis = "+".join(work.axes)
-            self.events.append(
-                Event(
-                    name=work.name,
-                    kind="communicate",
-                    resource=f"{job.lane}/{axis}",
-                    start_s=start,
-                    end_s=end,
-                    unit=self.unit_names[job.unit] if job.unit >= 0 else None,
-                    micro_batch=job.micro_batch,
-                    axis=axis,
-                    sent_bytes=sum(work.sent_bytes),
-                )
-            )
-
-    def _event(self, name: str, kind: str, resource: str, start: float, unit: int) -> None:
-        self.events.append(
-            Event(
-                name=name,
-                kind=kind,  # type: ignore[arg-type]  # one of trace.Kind
-                resource=resource,
+            event = Event(
+                name=work.name,
+                kind="communicate",
+                resource=f"{job.lane}/{axis}",
                 start_s=start,
-                end_s=self.now_s,
-                unit=self.unit_names[unit] if unit >= 0 else None,
-                micro_batch=self.micro_batch,
+                end_s=end,
+                unit=self.unit_names[job.unit] if job.unit >= 0 else None,
+                micro_batch=job.micro_batch,
+                axis=axis,
+                sent_bytes=sum(work.sent_bytes),
             )
+            self.events.append(event)
+
+    def _event(self, name: str, kind: Kind, start: float, unit: int) -> None:
+        """On the device, until now."""
+        event = Event(
+            name=name,
+            kind=kind,
+            resource="compute",
+            start_s=start,
+            end_s=self.now_s,
+            unit=self.unit_names[unit] if unit >= 0 else None,
+            micro_batch=self.micro_batch,
         )
+        self.events.append(event)

@@ -49,11 +49,8 @@ class Computation:
 
     def compute_s(self, phase: Phase) -> float:
         """Seconds of the device's own computation."""
-        return {
-            "forward": self.seconds.forward,
-            "recompute": self.seconds.recompute,
-            "backward": self.seconds.backward,
-        }[phase]
+        seconds: float = getattr(self.seconds, phase)
+        return seconds
 
     def collecting(self, seconds: float) -> Computation:
         """With gradients that are collected for so long at the end of the backward."""

@@ -9,7 +9,7 @@ from zeromesh.cost.constants import Constants
 from zeromesh.model import UnitKind
 from zeromesh.schedule import PointKind
 from zeromesh.schedule.memory import REDUCE_SLOTS
-from zeromesh.simulator.division import Division, Part
+from zeromesh.simulator.division import Division
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.memory import host_bytes
 from zeromesh.simulator.run import Setup, Step, setups_of
@@ -49,7 +49,8 @@ def _step_s(setup: Setup, idle_s: float, engine: str | Mechanics) -> float | Non
     few = FEW_BLOCKS + (len(row) - FEW_BLOCKS) % period
     if few + period > len(row):
         return None
-    part = _with_blocks(setup.part, few)
+    units = [replace(unit, count=few) if unit.kind is UnitKind.BLOCK else unit for unit in setup.part.model.units]
+    part = replace(setup.part, model=replace(setup.part.model, units=tuple(units)))
     short = Setup.of(setup.division, part, setup.strategy, setup.workload, engine, setup.constants)
     of_few = Repeats(row=row[:few], period=period)
     step = Step(short, False, idle_s, of_few)
@@ -86,8 +87,3 @@ def _row(setup: Setup) -> range:
     joined = any(len(setup.specs[index]) > 1 for index in row)
     alike = not (joined or setup.owned or setup.strategy.parts) and setup.strategy.percent == 100
     return row if equal and alike else range(0)
-
-
-def _with_blocks(part: Part, count: int) -> Part:
-    units = [replace(unit, count=count) if unit.kind is UnitKind.BLOCK else unit for unit in part.model.units]
-    return replace(part, model=replace(part.model, units=tuple(units)))

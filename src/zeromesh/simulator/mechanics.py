@@ -104,12 +104,7 @@ class Mechanics:
 
 
 _ONE_QUEUE: tuple[tuple[LaneKind, str], ...] = tuple((kind, "all") for kind in LANES)
-_ONE_FOR_REDUCTIONS: tuple[tuple[LaneKind, str], ...] = (
-    ("refresh", "refresh"),
-    ("unshard", "unshard"),
-    ("reduce", "reduce"),
-    ("boundary", "reduce"),
-)
+_ONE_FOR_REDUCTIONS = tuple((kind, "reduce" if kind == "boundary" else kind) for kind in LANES)
 
 ENGINES: dict[str, Mechanics] = {
     "zeromesh": Mechanics(name="zeromesh", collects=True, workspace=True, bucket_bytes=BUCKET_BYTES, windowed=True),

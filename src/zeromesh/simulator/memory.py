@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from zeromesh.cost.memory import Overhead
 from zeromesh.model import Recomputation, UnitKind, UnitSpec
@@ -31,8 +31,7 @@ class MemoryBytes:
 
     def as_dict(self) -> dict[str, float]:
         """By name, the total last."""
-        names = ("params", "grads", "optimizer", "buffers", "activations", "overhead", "total")
-        return {name: getattr(self, name) for name in names}
+        return asdict(self) | {"total": self.total}
 
 
 def optimizer_bytes(schedule: Schedule, *, on_host: bool = False) -> float:
@@ -56,11 +55,6 @@ def state_elements(schedule: Schedule) -> float:
     """Trained elements that one device steps on."""
     trained = [placed for unit in schedule.placed for placed in unit if placed.buffer.trainable]
     return sum(placed.padded / placed.layout.degree(placed.layout.significant) for placed in trained)
-
-
-def step_bytes(schedule: Schedule, per_element: float) -> float:
-    """Temporary bytes of the optimizer's step, when no activation is alive."""
-    return per_element * state_elements(schedule)
 
 
 def streamed_bytes(schedule: Schedule) -> float:

@@ -226,13 +226,13 @@ def _broadcast(schedule: Schedule, tensors: Sequence[Placement], stepping: _Step
     params = layout.degree(layout.param_axes)
     costs = [stepping.cost(tensor.shape) for tensor in tensors]
     owners = choose_owners(copies, tensors, costs, anywhere=True)
-    everything = range(len(tensors))
-    step_s = _slowest_s(tensors, owners, stepping, everything) / params
-    master = ITEM_BYTES[_dtypes(schedule)[1]] if schedule.memory.master_bytes else 0
+    step_s = _slowest_s(tensors, owners, stepping, range(len(tensors))) / params
+    width = ITEM_BYTES[_dtypes(schedule)[1]]
+    master = width if schedule.memory.master_bytes else 0
     held = [0.0] * len(owners.loads)
     for tensor, rank in zip(tensors, owners.rank_of, strict=True):
         held[rank] += tensor.numel / params * (stepping.state_bytes + master)
-    sliced = MOMENTS * ITEM_BYTES[_dtypes(schedule)[1]] + master
+    sliced = MOMENTS * width + master
     return OwnedTensors(
         optimizer=stepping.optimizer,
         tensors=tuple(tensors),

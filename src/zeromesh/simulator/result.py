@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import inf, isfinite
 from typing import Any
 
@@ -33,7 +33,7 @@ class PipelineRank:
     memory_bytes: float
 
     def to_json(self) -> dict[str, float]:
-        return {"rank": self.rank, "count": self.count, "step_s": self.step_s, "memory_bytes": self.memory_bytes}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +69,7 @@ class OwnersShare:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "optimizer": self.optimizer,
-            "tensors": self.num_tensors,
-            "ranks": self.ranks,
-            "balance": self.balance,
-            "bound": self.bound,
-            "fullest": self.fullest,
-            "held_bytes": self.held_bytes,
-            "sliced_bytes": self.sliced_bytes,
-        }
+        return {"tensors" if name == "num_tensors" else name: value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,15 +169,8 @@ class Simulation:
 
     def to_json(self) -> dict[str, Any]:
         """The object that `zeromesh simulate --json` prints."""
-        return {
-            "strategy": self.strategy,
-            "engine": self.engine,
-            "world": self.world,
-            "micro_batches": self.micro_batches,
-            "step_s": self.step_s,
-            "tokens_per_s_per_device": self.tokens_per_s_per_device,
-            "mfu": self.mfu,
-            "compute_s": self.compute_s,
+        same = ("strategy", "engine", "world", "micro_batches", "step_s", "tokens_per_s_per_device", "mfu", "compute_s")
+        return {name: getattr(self, name) for name in same} | {
             "exposed_comm_s": self.exposed_comm_s,
             "exposed": [{"axis": axis, "collective": name, "seconds": s} for axis, name, s in self.exposed],
             "memory_bytes": self.memory.as_dict(),
@@ -194,15 +178,7 @@ class Simulation:
             "machine_memory_bytes": self.machine_memory_bytes,
             "machine_memory_limit_bytes": self.machine_limit_bytes if isfinite(self.machine_limit_bytes) else None,
             "fits": self.fits,
-            "axes": [
-                {
-                    "axis": axis.axis,
-                    "size": axis.size,
-                    "stage": axis.stage,
-                    "bytes_sent_per_device": axis.bytes_sent_per_device,
-                }
-                for axis in self.axes
-            ],
+            "axes": [asdict(axis) for axis in self.axes],
             "owners": [share.to_json() for share in self.owners],
             "parallel": self.parallel.to_json(),
             "pipeline": [rank.to_json() for rank in self.ranks],

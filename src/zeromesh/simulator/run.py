@@ -23,13 +23,7 @@ from zeromesh.schedule.step import Phase, run_forward, run_micro_batch
 from zeromesh.schedule.transfer import COPIES, HOST_AXIS
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ABREAST, ClockBackend, HostSeconds, Totals
-from zeromesh.simulator.computation import (
-    Computation,
-    MicroBatchSeconds,
-    collecting_seconds,
-    held_bytes,
-    idle_seconds,
-)
+from zeromesh.simulator.computation import Computation, MicroBatchSeconds, collecting_seconds, held_bytes, idle_seconds
 from zeromesh.simulator.division import Division, Part
 from zeromesh.simulator.mechanics import Mechanics, find_engine
 from zeromesh.simulator.memory import (
@@ -38,7 +32,7 @@ from zeromesh.simulator.memory import (
     MemoryBytes,
     host_bytes,
     memory_bytes,
-    step_bytes,
+    state_elements,
     streamed_bytes,
     unreduced_bytes,
 )
@@ -89,13 +83,7 @@ def simulate(
     """
     division = Division.of(model, cluster, workload.parallel, seq_len=workload.seq_len)
     return simulate_divided(
-        division,
-        strategy,
-        workload,
-        engine=engine,
-        constants=constants,
-        memory_margin=memory_margin,
-        record=record,
+        division, strategy, workload, engine=engine, constants=constants, memory_margin=memory_margin, record=record
     )
 
 
@@ -277,10 +265,12 @@ class Setup:
 
     def computations(self, collecting: Sequence[float]) -> list[Computation]:
         """The computation of each part, given the seconds for collecting its gradients."""
-        parts = self.parts()
-        kinds = {(id(spec), later): (spec, later) for spec, later in zip(parts, collecting, strict=True)}
-        known = {kind: self._computation(spec).collecting(later) for kind, (spec, later) in kinds.items()}
-        return [known[id(spec), later] for spec, later in zip(parts, collecting, strict=True)]
+        pairs, known = list(zip(self.parts(), collecting, strict=True)), dict[tuple[int, float], Computation]()
+        for spec, later in pairs:
+            if (id(spec), later) not in known:
+                one = Computation.of(spec, self.division, self.compute, self.transfers, self.workload)
+                known[id(spec), later] = one.collecting(later)
+        return [known[id(spec), later] for spec, later in pairs]
 
     def collecting(self) -> list[tuple[float, float]]:
         """Seconds of each part's gradients on their way from autograd, in the first micro-batch and in later ones."""
@@ -295,9 +285,6 @@ class Setup:
             trained = max(1, sum(spec.num_trainable for spec in specs))
             found += [(first * share, later * share) for share in (spec.num_trainable / trained for spec in specs)]
         return found
-
-    def _computation(self, spec: UnitSpec) -> Computation:
-        return Computation.of(spec, self.division, self.compute, self.transfers, self.workload)
 
     def micro_batch_s(self) -> MicroBatchSeconds:
         """Seconds of this rank in every micro-batch but the first of a step."""
@@ -319,9 +306,8 @@ class Setup:
 
     def peak_memory(self, activations: Activations) -> MemoryBytes:
         """Peak memory of a step with these activations."""
-        stepping = max(step_bytes(self.schedule, self.mechanics.step_bytes), self.room_bytes)
-        stepping += streamed_bytes(self.schedule)
-        return self.memory(max(activations.peak, stepping))
+        stepping = max(self.mechanics.step_bytes * state_elements(self.schedule), self.room_bytes)
+        return self.memory(max(activations.peak, stepping + streamed_bytes(self.schedule)))
 
     def optimizer_seconds(self) -> float:
         """On the device."""
@@ -501,7 +487,10 @@ def _result(setup: Setup, step: Step, totals: Totals, memory_margin: float) -> S
     workload, cluster = setup.workload, setup.cluster
     tokens_per_s = workload.global_batch_tokens / step.step_s / cluster.devices
     memory = setup.peak_memory(step.activations)
-    hosted = setup.schedule.memory.host is not None
+    axes = [(axis.name, axis.size, axis.stage.value) for axis in setup.schedule.axes]
+    if setup.schedule.memory.host is not None:
+        axes.append((HOST_AXIS.name, HOST_AXIS.size, setup.strategy.host.value))
+    axes += [(name, getattr(setup.division.parallel, name), "") for name, _ in setup.division.groups]
     exposed = sorted(((axes, name, s) for (axes, name), s in totals.exposed_s.items()), key=lambda item: -item[2])
     return Simulation(
         strategy=str(setup.strategy),
@@ -522,22 +511,8 @@ def _result(setup: Setup, step: Step, totals: Totals, memory_margin: float) -> S
         machine_devices=cluster.machine_devices,
         machine_limit_bytes=cluster.host_limit_bytes,
         axes=tuple(
-            AxisTraffic(
-                axis=axis.name,
-                size=axis.size,
-                stage=axis.stage.value,
-                bytes_sent_per_device=totals.sent_bytes[axis.name],
-            )
-            for axis in (*setup.schedule.axes, *([replace(HOST_AXIS, stage=setup.strategy.host)] if hosted else []))
-        )
-        + tuple(
-            AxisTraffic(
-                axis=name,
-                size=getattr(setup.division.parallel, name),
-                stage="",
-                bytes_sent_per_device=totals.sent_bytes[name],
-            )
-            for name, _ in setup.division.groups
+            AxisTraffic(axis=name, size=size, stage=stage, bytes_sent_per_device=totals.sent_bytes[name])
+            for name, size, stage in axes
         ),
         parallel=setup.division.parallel,
         owners=tuple(each.share for each in setup.owned),

@@ -89,7 +89,7 @@ def test_overlapped_reductions_have_the_slices_that_the_engine_has():
     flat = FlatBuffer(numel=1 << 32, param_dtype="fp32", master_dtype="fp32")
     layout = Layout.of("node=2,cluster=2;collective=ho_ring", cluster.axes)
     schedule = Schedule.of(layout, [Unit(name="block", role=Role.BLOCK, buffers=(flat,))])
-    (work,) = Chains(schedule, find_engine("zeromesh"), model).reduce_micro(0)
+    (work,) = Chains(schedule, find_engine("zeromesh"), model).chain("reduce", 0)
     major, minor = (model.cost(step) for step in schedule.placed[0][0].routes["reduce"].steps)
     slices = -(-(1 << 28) // part_numel(8 << 20, 4, 4, terms=4 * 15, longest_bytes=1 << 20))
     assert slices > 1024
