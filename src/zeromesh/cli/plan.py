@@ -15,8 +15,6 @@ from zeromesh.errors import InputError
 if TYPE_CHECKING:
     from zeromesh.cluster import Cluster
     from zeromesh.planner import Choice, Planned
-    from zeromesh.planner.evaluate import Evaluator
-    from zeromesh.planner.search import Found
 
 
 _search = functools.partial(typer.Option, rich_help_panel="Search")
@@ -68,9 +66,7 @@ def plan(
     shared.check_choice("--space", space, ("zeromesh", "full"))
     shared.check_top(top)
     spec, hardware = given.load()
-    degrees = {
-        name: degree if space != "full" or _given(context, name) else None for name, degree in given.degrees.items()
-    }
+    degrees = {name: size if space != "full" or _given(context, name) else None for name, size in given.degrees.items()}
     work = given.workload(hardware, degrees)
     options = planner.Options(
         splits=splits,  # type: ignore[arg-type]  # checked above
@@ -108,9 +104,10 @@ def plan(
     changed = [(change, planner.what_if(hardware, change)) for change in what_if or ()]
     planned = search(hardware)
     then = [(change, search(cluster)) for change, cluster in changed]
-    # zeromesh has no fp8 products to compare with.
-    compares = other and not given.products
-    ours = _of_all(planner.search(spec, hardware, work, options=options)) if compares else None
+    ours = None
+    if other and not given.products:  # zeromesh has no fp8 products to compare with
+        searched, evaluator = planner.search(spec, hardware, work, options=options)
+        ours = evaluator.choice(searched.best.candidate)
     if given.output is not None:
         shared.write(given.output, planned.plan.to_json())
     if given.report is not None:
@@ -144,14 +141,6 @@ def plan(
         print_plan(planned, then)
         for sentence in filter(None, (given.compiled(spec, hardware, work, planned.best), compared)):
             shared.tell(sentence, sys.stdout)
-
-
-def _of_all(searched: tuple[Found, Evaluator]) -> Choice:
-    """The fastest layout that zeromesh runs."""
-    from zeromesh.planner import Choice
-
-    found, evaluator = searched
-    return Choice(candidate=found.best.candidate, simulation=evaluator.simulation(found.best.candidate))
 
 
 def _compared(engine: str, planned: Planned, ours: Choice) -> str:

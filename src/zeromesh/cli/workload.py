@@ -64,8 +64,7 @@ class Described:
     trainable: Annotated[str, _batch(help="Trained parameters: all, a fraction of every tensor, or lora:RANK.")] = "all"
     kernels: Annotated[str, _batch(help="Fused kernels of the model: eager, compiled, liger or megatron.")] = "eager"
     products: Annotated[
-        str,
-        _batch(help="Dtype of the blocks' matrix products: fp8 or mxfp8 (--engine fsdp); empty: the activations'."),
+        str, _batch(help="Dtype of the blocks' matrix products: fp8 or mxfp8 (--engine fsdp); empty: the activations'.")
     ] = ""
     grad_dtype: Annotated[str, _batch(help="Dtype of the accumulated gradient: fp32 or bf16.")] = "fp32"
     optimizer: Annotated[
@@ -148,7 +147,7 @@ class Described:
             constants=default_constants(),
             memory_margin=self.memory_margin,
         )
-        step_s = evaluator.step_s(chosen.candidate)
+        step_s = evaluator.estimate(chosen.candidate).step_s
         less = 1 - step_s / chosen.simulation.step_s
         return f"kernels are eager; compiled blocks (--kernels compiled) would take {step_s:.4g} s, {less:.1%} less"
 

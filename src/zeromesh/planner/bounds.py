@@ -280,7 +280,6 @@ class Bounds:
 
     @cached_property
     def _grad_wires(self) -> list[str]:
-        """The gradient wire of each level."""
         wires = [self._axis(level, Stage.ZERO, 2).wire.grad for level in range(len(self.cluster.levels))]
         return [wire or self.workload.wire_dtype for wire in wires]
 
@@ -297,7 +296,8 @@ class Bounds:
         most = 0.0
         for level, each in enumerate(self.cluster.levels):
             axes = [self._axis(level, Stage.ZERO, size) for size in divisors(each.size) if size > 1]
-            costs = [self.transfers.cost(_endless(axis, operation)) for axis in axes for operation in _OPERATIONS]
+            sent = [Transfer(operation=o, axis=axis, numel=_ENDLESS, wire="fp32") for axis in axes for o in _OPERATIONS]
+            costs = [self.transfers.cost(transfer) for transfer in sent]
             most += max((cost.memory_s / cost.transfer_s for cost in costs if cost.transfer_s), default=0.0)
         return most
 
@@ -482,10 +482,6 @@ _OPERATIONS: tuple[Operation, ...] = ("all_gather", "reduce_scatter", "all_reduc
 
 _ENDLESS = 2**60
 """Elements, beside which a transfer's latency is nothing."""
-
-
-def _endless(axis: Axis, operation: Operation) -> Transfer:
-    return Transfer(operation=operation, axis=axis, numel=_ENDLESS, wire="fp32")
 
 
 _TIERS = [tuple(stage for stage in STAGES if stage.significance == tier) for tier in range(3)]

@@ -37,24 +37,19 @@ class Elements:
     @cached_property
     def total(self) -> dict[bool, tuple[int, int]]:
         """All and trainable, of what is no experts and of those."""
-        units, codes = self.model.units, sum(u.count * _num_codes(u) for u in self.model.units)
-        whole, trained = (sum(u.count * _num_experts(u, trainable=only) for u in units) for only in (False, True))
-        return {
-            False: (self.model.num_params - whole - codes, self.model.num_trainable - trained),
-            True: (whole, trained),
-        }
+        model, codes = self.model, sum(u.count * _num_codes(u) for u in self.model.units)
+        whole, trained = (sum(u.count * _num_experts(u, trainable=only) for u in model.units) for only in (False, True))
+        return {False: (model.num_params - whole - codes, model.num_trainable - trained), True: (whole, trained)}
 
     @cached_property
     def by_unit(self) -> dict[bool, dict[int, tuple[int, int]]]:
         """Trainable and frozen elements of each unit: of what is no experts, and of those."""
         found: dict[bool, dict[int, tuple[int, int]]] = {False: {}, True: {}}
         for unit in self.model.units:
-            experts, trained = _num_experts(unit), _num_experts(unit, trainable=True)
-            found[False][id(unit)] = (
-                unit.num_trainable - trained,
-                unit.num_frozen - (experts - trained) - _num_codes(unit),
-            )
-            found[True][id(unit)] = (trained, experts - trained)
+            trained = _num_experts(unit, trainable=True)
+            frozen = _num_experts(unit) - trained
+            found[False][id(unit)] = (unit.num_trainable - trained, unit.num_frozen - frozen - _num_codes(unit))
+            found[True][id(unit)] = (trained, frozen)
         return found
 
     @cached_property
@@ -75,7 +70,6 @@ def _num_experts(unit: UnitSpec, *, trainable: bool = False) -> int:
 
 
 def _num_codes(unit: UnitSpec) -> int:
-    """Elements of frozen codes."""
     return sum(t.num_elements for t in unit.tensors if t.dtype is not None)
 
 

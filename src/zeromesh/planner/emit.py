@@ -21,10 +21,11 @@ All have fp32 masters, send parameters in the dtype that they compute in, and gr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import groupby
+from typing import NoReturn
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -133,7 +134,6 @@ def _deepspeed_zero(plan: Plan, parts: Parts) -> dict[str, object]:
         _refuse("DeepSpeed", plan, "3 inside and 0 outside is MiCS, which DeepSpeed 0.19 removed")
     wrong = next((part for part in parts if part[0] not in ("0", "1", "2", "3")), parts[-1])
     _refuse("DeepSpeed", plan, f"stage {wrong[0]} over {wrong[1]} ranks beside other stages: it has one for all ranks")
-    raise AssertionError
 
 
 def _deepspeed_precision(plan: Plan, replicated: bool) -> dict[str, object]:
@@ -370,7 +370,7 @@ def _fp32_masters(engine: str, plan: Plan) -> Plan:
     return plan
 
 
-def _refuse(engine: str, plan: Plan, part: str) -> None:
+def _refuse(engine: str, plan: Plan, part: str) -> NoReturn:
     raise InputError(f"{engine} cannot express {part} (strategy {plan.strategy}); zeromesh.shard runs it as it is")
 
 
@@ -381,33 +381,22 @@ def _names(dtypes: set[str]) -> str:
 @cache
 def _environment() -> Environment:
     return Environment(
-        loader=PackageLoader("zeromesh.planner"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=False,
+        loader=PackageLoader("zeromesh.planner"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
 
 
 def _render(template: str, plan: Plan, model: ModelSpec, **values: object) -> str:
-    return (
-        _environment()
-        .get_template(template)
-        .render(
-            plan=plan,
-            mesh=dict(plan.mesh),
-            model=model.name,
-            blocks=_block_lists(model),
-            single=[unit.name for unit in model.units if unit.kind in (UnitKind.EMBEDDING, UnitKind.HEAD)],
-            param_dtype=_TORCH[_computed_in(plan)],
-            reduce_dtype=_TORCH[plan.reduce_dtype or _computed_in(plan)],
-            grad_dtype=_TORCH[plan.grad_dtype or "fp32"],
-            **values,
-        )
+    # The module lists whose children are units.
+    blocks = dict.fromkeys(unit.name.rpartition(".")[0] for unit in model.units if unit.kind is UnitKind.BLOCK)
+    found = _environment().get_template(template)
+    return found.render(
+        plan=plan,
+        mesh=dict(plan.mesh),
+        model=model.name,
+        blocks=list(blocks),
+        single=[unit.name for unit in model.units if unit.kind in (UnitKind.EMBEDDING, UnitKind.HEAD)],
+        param_dtype=_TORCH[_computed_in(plan)],
+        reduce_dtype=_TORCH[plan.reduce_dtype or _computed_in(plan)],
+        grad_dtype=_TORCH[plan.grad_dtype or "fp32"],
+        **values,
     )
-
-
-def _block_lists(model: ModelSpec) -> Sequence[str]:
-    """The module lists whose children are units."""
-    names = [unit.name.rpartition(".")[0] for unit in model.units if unit.kind is UnitKind.BLOCK]
-    return list(dict.fromkeys(names))

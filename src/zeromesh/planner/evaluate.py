@@ -178,7 +178,16 @@ class Evaluator:
     def estimate(self, candidate: Candidate) -> Estimate:
         """Step time and memory of `candidate`."""
         if candidate not in self._estimates:
-            self._estimates[candidate] = self._estimate(candidate)
+            work = self.workload.fixed(candidate.micro_batch, candidate.recomputation, candidate.parallel)
+            division = self.division(candidate.parallel)
+            found = simulate_few(division, candidate.strategy, work, engine=self.engine, constants=self.constants)
+            if found is None:
+                whole = self.simulation(candidate)
+                found = whole.step_s, whole.memory.total, whole.host_memory_bytes
+            step_s, memory_bytes, host_bytes = found
+            self._estimates[candidate] = Estimate(
+                candidate=candidate, step_s=step_s, memory_bytes=memory_bytes, host_memory_bytes=host_bytes
+            )
         return self._estimates[candidate]
 
     def estimate_steps(self, candidate: Candidate, *, streamed: bool) -> Estimate:
@@ -188,33 +197,20 @@ class Evaluator:
             found.append(self.estimate(replace(candidate, strategy=replace(candidate.strategy, step="device"))))
         return min(found, key=lambda estimate: (not self.fits(estimate), estimate.step_s))
 
-    def step_s(self, candidate: Candidate) -> float:
-        """Seconds of a step by its estimate."""
-        return self.estimate(candidate).step_s
+    def choice(self, candidate: Candidate, *, record: bool = False) -> Choice:
+        """`candidate` with its `simulation`."""
+        return Choice(candidate=candidate, simulation=self.simulation(candidate, record=record))
 
     def simulation(self, candidate: Candidate, *, record: bool = False) -> Simulation:
         """Everything about `candidate`; with a trace if `record`."""
         if record or candidate not in self._simulations:
-            self._simulations[candidate] = self._simulate(candidate, record=record)
+            self._simulations[candidate] = simulate_divided(
+                self.division(candidate.parallel),
+                candidate.strategy,
+                self.workload.fixed(candidate.micro_batch, candidate.recomputation, candidate.parallel),
+                engine=self.engine,
+                constants=self.constants,
+                memory_margin=self.memory_margin,
+                record=record,
+            )
         return self._simulations[candidate]
-
-    def _estimate(self, candidate: Candidate) -> Estimate:
-        work = self.workload.fixed(candidate.micro_batch, candidate.recomputation, candidate.parallel)
-        division = self.division(candidate.parallel)
-        found = simulate_few(division, candidate.strategy, work, engine=self.engine, constants=self.constants)
-        if found is None:
-            whole = self.simulation(candidate)
-            found = whole.step_s, whole.memory.total, whole.host_memory_bytes
-        step_s, memory_bytes, host_bytes = found
-        return Estimate(candidate=candidate, step_s=step_s, memory_bytes=memory_bytes, host_memory_bytes=host_bytes)
-
-    def _simulate(self, candidate: Candidate, *, record: bool = False) -> Simulation:
-        return simulate_divided(
-            self.division(candidate.parallel),
-            candidate.strategy,
-            self.workload.fixed(candidate.micro_batch, candidate.recomputation, candidate.parallel),
-            engine=self.engine,
-            constants=self.constants,
-            memory_margin=self.memory_margin,
-            record=record,
-        )

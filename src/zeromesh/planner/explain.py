@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from zeromesh.cluster import Cluster
@@ -63,16 +63,7 @@ class Reason:
     host_memory_bytes: float
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "strategy": self.strategy,
-            "outcome": self.outcome,
-            "text": self.text,
-            "step_s": self.step_s,
-            "loses": [{"where": where, "seconds": seconds} for where, seconds in self.loses],
-            "memory_bytes": self.memory_bytes,
-            "host_memory_bytes": self.host_memory_bytes,
-        }
+        return asdict(self) | {"loses": [{"where": where, "seconds": seconds} for where, seconds in self.loses]}
 
 
 def explain(evaluator: Evaluator, best: Candidate, known: Iterable[Known]) -> list[Reason]:
@@ -83,17 +74,12 @@ def explain(evaluator: Evaluator, best: Candidate, known: Iterable[Known]) -> li
         mics = each.name.startswith("MiCS")
         if mics and mics_fits:
             continue
-        reason = _explain_known(evaluator, best, each)
+        (choice,) = fastest(evaluator, each.strategy, best.parallel)
+        fits = evaluator.simulation(choice).fits
+        reason = compare(evaluator, best, choice, each.name) if fits else _excluded(evaluator, choice, each.name)
         reasons.append(reason)
         mics_fits |= (mics or each.name == "HSDP") and reason.outcome != "excluded"
     return reasons
-
-
-def _explain_known(evaluator: Evaluator, best: Candidate, known: Known) -> Reason:
-    (choice,) = fastest(evaluator, known.strategy, best.parallel)
-    if evaluator.simulation(choice).fits:
-        return compare(evaluator, best, choice, known.name)
-    return _excluded(evaluator, choice, known.name)
 
 
 def compare(evaluator: Evaluator, best: Candidate, other: Candidate, name: str) -> Reason:
@@ -144,15 +130,11 @@ def _sentence(mine: Simulation, theirs: Simulation, other: Candidate, loses: tup
     settings = f"micro-batch {other.micro_batch}, recomputation {other.recomputation.value}"
     if abs(more) < 5e-4:
         return f"as fast within .05 % at {settings}, with {theirs.memory.total / 1e9:.1f} GB"
-    pays = [f"{_seconds(seconds)} {place}" for place, seconds in loses if seconds > 0][:_NAMED]
-    wins = [f"{_seconds(seconds)} {place}" for place, seconds in reversed(loses) if seconds < 0][:_NAMED]
+    pays = [f"{format_seconds(seconds)} of {place}" for place, seconds in loses if seconds > 0][:_NAMED]
+    wins = [f"{format_seconds(-seconds)} of {place}" for place, seconds in reversed(loses) if seconds < 0][:_NAMED]
     parts = [f"{verb} {', '.join(places)}" for verb, places in (("pays", pays), ("saves", wins)) if places]
     where = "; ".join(parts) or "a little everywhere"
     return f"{abs(more):.1%} {'slower' if more > 0 else 'faster'} at {settings}: {where}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{format_seconds(abs(seconds))} of"
 
 
 def _excluded(evaluator: Evaluator, least: Candidate, name: str) -> Reason:

@@ -39,10 +39,7 @@ def simulate_choices(
     """
     evaluator = Evaluator(model, cluster, workload, engine, default_constants(), memory_margin)
     best, *others = fastest(evaluator, strategy, workload.parallel, top)
-    return (
-        Choice(candidate=best, simulation=evaluator.simulation(best, record=trace)),
-        *(Choice(candidate=other, simulation=evaluator.simulation(other)) for other in others),
-    )
+    return (evaluator.choice(best, record=trace), *map(evaluator.choice, others))
 
 
 def fastest(evaluator: Evaluator, strategy: Strategy, parallel: Parallel, top: int = 1) -> list[Candidate]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from zeromesh.cluster import Cluster, Device
+from zeromesh.cluster import Cluster
 from zeromesh.cost import ComputeModel, default_constants
 from zeromesh.errors import InputError
 from zeromesh.files import parse_json, read_text
@@ -137,27 +137,18 @@ def calibrate(
 
 
 def _scaled(cluster: Cluster, factor: float) -> Cluster:
-    return replace(cluster, device=_faster(cluster.device, factor))
-
-
-def _faster(device: Device, factor: float) -> Device:
-    """The device with all rates times `factor`; its peak, by which utilisation is told, where it holds them."""
-    constants = default_constants()
-    peaks, achieved = dict(device.peak_flops), {}
-    for dtype in peaks:
-        model = ComputeModel(device=device, constants=constants, dtype=dtype)
-        achieved[dtype] = model.matrix_flops * factor
-    memory = ComputeModel(device=device, constants=constants).memory_bytes_per_s / constants.memory_share * factor
-    return replace(
+    """Its device with all rates times `factor`; the peak, by which utilisation is told, where it holds them."""
+    device, constants = cluster.device, default_constants()
+    peaks, any_dtype = dict(device.peak_flops), ComputeModel(device=device, constants=constants)
+    achieved = {dtype: replace(any_dtype, dtype=dtype).matrix_flops * factor for dtype in peaks}
+    faster = replace(
         device,
         peak_flops={dtype: max(peak, achieved[dtype]) for dtype, peak in peaks.items()},
         achievable_flops=achieved,
-        memory_bytes_per_s=memory,
-        kernels=tuple(
-            replace(kernel, forward=kernel.forward * factor, backward=kernel.backward * factor)
-            for kernel in device.kernels
-        ),
+        memory_bytes_per_s=any_dtype.memory_bytes_per_s / constants.memory_share * factor,
+        kernels=tuple(kernel.times(factor) for kernel in device.kernels),
     )
+    return replace(cluster, device=faster)
 
 
 def _read_file(path: Path, tokens: int) -> MeasuredStep:

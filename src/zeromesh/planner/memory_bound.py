@@ -99,7 +99,10 @@ class MemoryBound:
         kept_width = min(bytes_each(wire) for wire in self._param_wires)
         copied = (dropped > 1) & (dropped < by_param)  # others stay gathered
         kept = np.where(copied, kept_width * blocks / dropped, 0.0)
-        gather, reduce = self._gather_slots(experts), self._reduce_slots(experts)
+        of_units = [numels[id(unit)] for unit in self.model.units]
+        gather = self._slots(width, [sum(each) for each in of_units], PREFETCH + 1)
+        sent = self._slots(DTYPE_BYTES[work.wire_dtype], [trained for trained, _ in of_units], REDUCE_SLOTS)
+        reduce = sent if self.planned else 0.0
         of_device = (shard for shard, on_host in self._shards(block, params, trainable) if not on_host)
         gathered = (by_param > 1) | self.host.shards_params
         shared = (dropped > 1) | (by_param == 1)  # slots
@@ -175,16 +178,6 @@ class MemoryBound:
         """The parameter wire of each level: a kept copy is held as it came over one of them."""
         for text in self.wires or ("",):
             yield (Wire.parse(text).param if text else None) or self.workload.param_dtype
-
-    def _gather_slots(self, experts: bool) -> float:
-        numels = [sum(self.elements.by_unit[experts][id(unit)]) for unit in self.model.units]
-        return self._slots(DTYPE_BYTES[self.workload.param_dtype], numels, PREFETCH + 1)
-
-    def _reduce_slots(self, experts: bool) -> float:
-        if not self.planned:
-            return 0.0
-        numels = [self.elements.by_unit[experts][id(unit)][0] for unit in self.model.units]
-        return self._slots(DTYPE_BYTES[self.workload.wire_dtype], numels, REDUCE_SLOTS)
 
     def _slots(self, width: float, numels: Sequence[int], shared: int) -> float:
         units = list(zip(self.model.units, numels, strict=True))

@@ -167,12 +167,7 @@ def plan(
         return None
 
     found, evaluator = search(
-        model,
-        cluster,
-        workload,
-        options=options,
-        engine=engine,
-        refuses=refusal if emit else None,
+        model, cluster, workload, options=options, engine=engine, refuses=refusal if emit else None
     )
     parallel = found.best.candidate.parallel
     every = known_strategies(evaluator.division(parallel).cluster)
@@ -203,22 +198,24 @@ def plan(
         if kind not in first and all(map(kind.differs, shown)):
             shown.append(kind)
     shown = shown[: max(1, top)]
-    candidates = tuple(_choice(evaluator, estimate) for estimate in shown)
+    candidates = tuple(evaluator.choice(estimate.candidate) for estimate in shown)
     runner_up = next((c.candidate for c in candidates if c.candidate.named != best.candidate.named), None)
     if runner_up is not None:
         why.insert(0, compare(evaluator, best.candidate, runner_up, "runner-up"))
+    # The step if devices had the memory for it.
+    on_device = replace(best.candidate, strategy=replace(best.candidate.strategy, host=Stage.ZERO))
     return Planned(
         model=model,
         cluster=cluster,
         workload=workload,
         best=candidates[0],
-        fastest=_choice(evaluator, first[-1]),
+        fastest=evaluator.choice(first[-1].candidate),
         candidates=candidates,
         front=found.front,
         why=tuple(why),
         found=found,
         limit_bytes=evaluator.limit_bytes,
-        host_s=best.step_s - _without_host_s(evaluator, best),
+        host_s=best.step_s - evaluator.estimate(on_device).step_s,
         seconds=time.perf_counter() - start,
         trace=traced(evaluator, best.candidate) if trace else None,
     )
@@ -243,19 +240,9 @@ def _try_shares(evaluator: Evaluator, found: Found) -> None:
             fitted = fits
 
 
-def _without_host_s(evaluator: Evaluator, best: Estimate) -> float:
-    """Seconds of its step if devices had the memory for it."""
-    candidate = best.candidate
-    return evaluator.step_s(replace(candidate, strategy=replace(candidate.strategy, host=Stage.ZERO)))
-
-
 def traced(evaluator: Evaluator, candidate: Candidate) -> Trace | None:
     """The timeline of a step, cut to its first micro-batches and its last where it has many alike."""
     count = min(candidate.micro_batches, TRACED_MICRO_BATCHES)
     tokens = evaluator.workload.global_batch_tokens // candidate.micro_batches * count
     shorter = replace(evaluator, workload=replace(evaluator.workload, global_batch_tokens=tokens))
     return shorter.simulation(replace(candidate, micro_batches=count), record=True).trace
-
-
-def _choice(evaluator: Evaluator, estimate: Estimate) -> Choice:
-    return Choice(candidate=estimate.candidate, simulation=evaluator.simulation(estimate.candidate))

@@ -237,6 +237,8 @@ def search(
         options = replace(options, max_simulations=options.max_simulations * len(collectives) * len(hosts))
     bound_s = best_s = np.inf
     rows: dict[Parallel, tuple[Rows, ...]] = {}
+    tried = ANY_WIRES if options.wires == "any" else ("",)
+    by_level = [tried if level.size > 1 else ("",) for level in cluster.levels]
     for parallel, least_s in screened(evaluator, hosted=len(hosts) > 1):
         if least_s >= best_s:  # and so are all that follow
             bound_s = min(bound_s, least_s)
@@ -245,7 +247,7 @@ def search(
         division = evaluator.division(parallel)
         whole = space or Space(division.cluster.axes, options.splits if division.splits_freely else "none")
         unsplit = replace(whole, splits="none") if len(cluster.levels) > 2 else whole
-        for wires, collective, host in product(_wires(cluster, options), collectives, hosts):
+        for wires, collective, host in product(product(*by_level), collectives, hosts):
             if host is Stage.ZERO or parallel.pp == 1:
                 bounds = evaluator.bounds(wires, collective, parallel, host)
                 _fill(pool, evaluator, *bounds, parallel, unsplit if any(wires) else whole, best_s)
@@ -277,8 +279,9 @@ def search(
             assert pool.refused is not None  # nothing else leaves a space empty
             raise pool.refused
         raise NothingFitsError(_nothing_fits(evaluator, pool.smallest, pool.crowded, hostless))
-    if not bounded(mechanics):
-        bound_s = min(_compute_bound_s(evaluator, parallel) for parallel, _ in screened(evaluator))
+    if not bounded(mechanics):  # by computation, which holds for any engine
+        of_bounds = [settings_of(*evaluator.bounds(parallel=each), each) for each, _ in screened(evaluator)]
+        bound_s = min(setting.least_s for settings in of_bounds for setting in settings)
     found = Found(
         best=ranked[0],
         ranked=tuple(ranked),
@@ -297,20 +300,9 @@ def bounded(mechanics: Mechanics) -> bool:
     return mechanics == find_engine("zeromesh")
 
 
-def _compute_bound_s(evaluator: Evaluator, parallel: Parallel) -> float:
-    """The bound by computation, which holds for any engine."""
-    return min(setting.least_s for setting in settings_of(*evaluator.bounds(parallel=parallel), parallel))
-
-
 def _fitting(evaluator: Evaluator) -> list[Estimate]:
     """Simulated candidates that fit, best first."""
     return sorted(filter(evaluator.fits, evaluator.evaluated), key=_rank)
-
-
-def _wires(cluster: Cluster, options: Options) -> Iterator[tuple[str, ...]]:
-    choices = ANY_WIRES if options.wires == "any" else ("",)
-    per_level = [choices if level.size > 1 else ("",) for level in cluster.levels]
-    return product(*per_level)
 
 
 def collective_choices() -> tuple[str, ...]:

@@ -59,11 +59,7 @@ def simplicity(evaluator: Evaluator, estimate: Estimate, known: Collection[Strat
 
 
 def simplest(
-    evaluator: Evaluator,
-    found: Found,
-    known: Collection[Strategy],
-    within: float,
-    max_simulations: int | None,
+    evaluator: Evaluator, found: Found, known: Collection[Strategy], within: float, max_simulations: int | None
 ) -> Estimate:
     """The layout to recommend; the fastest itself where no candidate leaves enough memory free.
 

@@ -25,15 +25,7 @@ from zeromesh.strategy import Stage, Strategy
 Integers = npt.NDArray[np.int64]
 Splits = Literal["none", "once", "all"]
 
-STAGES = (
-    Stage.THREE,
-    Stage.THREE_KEPT,
-    Stage.TWO,
-    Stage.DEFERRED,
-    Stage.DEFERRED_KEPT,
-    Stage.ONE,
-    Stage.ZERO,
-)
+STAGES = (Stage.THREE, Stage.THREE_KEPT, Stage.TWO, Stage.DEFERRED, Stage.DEFERRED_KEPT, Stage.ONE, Stage.ZERO)
 """Most significant first, as parts of one level stand in the notation, innermost first."""
 
 HOSTS = (Stage.ZERO, Stage.ONE, Stage.TWO, Stage.DEFERRED, Stage.THREE)
@@ -172,25 +164,17 @@ class Block:
 
     def levels_sharded(self) -> Integers:
         """The number of levels over which something is sharded, for each layout."""
-        counts = np.zeros(len(self), dtype=np.int64)
-        for level in self.sizes:
-            sharded = [size > 1 for stage, size in zip(STAGES, level, strict=True) if stage.shards_states]
-            counts += np.any(sharded, axis=0)
-        return counts
+        sharded = [STAGES.index(stage) for stage in STAGES if stage.shards_states]
+        return _count([reduce(np.logical_or, [level[i] > 1 for i in sharded]) for level in self.sizes])
 
     def levels_replicated(self) -> Integers:
         """The number of levels over which everything is replicated, at least in part, for each layout."""
-        counts = np.zeros(len(self), dtype=np.int64)
-        for level in self.sizes:
-            counts += level[STAGES.index(Stage.ZERO)] > 1
-        return counts
+        return _count([level[STAGES.index(Stage.ZERO)] > 1 for level in self.sizes])
 
     def num_stages(self) -> Integers:
         """The number of different stages over more than one rank, for each layout."""
-        stages = np.zeros(len(self), dtype=np.int64)
-        for parts in zip(*self.sizes, strict=True):
-            stages += reduce(np.logical_or, [part > 1 for part in parts])
-        return stages
+        by_stage = zip(*self.sizes, strict=True)
+        return _count([reduce(np.logical_or, [part > 1 for part in parts]) for parts in by_stage])
 
     def num_runs(self) -> Integers:
         """How often the stage changes from the innermost part to the outermost, plus one, for each layout."""
@@ -203,10 +187,14 @@ class Block:
 
     def num_parts(self) -> Integers:
         """The number of terms in the notation of each layout."""
-        parts = np.zeros(len(self), dtype=np.int64)
-        for level in self.sizes:
-            parts += np.maximum(1, sum((size > 1).astype(np.int64) for size in level))
-        return parts
+        by_level = [_count([size > 1 for size in level]) for level in self.sizes]
+        return reduce(np.add, [np.maximum(1, count) for count in by_level])
+
+
+def _count(flags: Sequence[npt.NDArray[np.bool_]]) -> Integers:
+    """How many of the flags are set, for each layout."""
+    counts: Integers = np.count_nonzero(flags, axis=0)
+    return counts
 
 
 @dataclass(frozen=True)
@@ -227,10 +215,6 @@ class Space:
     def cuts(self) -> tuple[Cuts, ...]:
         return tuple(cuts_of(name, size, splits=self.splits, stages=self.stages) for name, size in self.mesh)
 
-    @property
-    def world(self) -> int:
-        return int(np.prod([size for _, size in self.mesh]))
-
     def blocks(self) -> Iterator[Block]:
         """All legal layouts, each once."""
         inner, outer = self._inner_levels()
@@ -244,7 +228,11 @@ class Space:
             indices = [*(np.tile(column, repeats) for column in grid), *(np.repeat(column, rows) for column in chunk)]
             keep = self._legal(indices)
             if keep.any():
-                yield self._block([index[keep] for index in indices])
+                chosen = tuple(index[keep] for index in indices)
+                cut = zip(self.cuts, chosen, strict=True)
+                columns = range(len(STAGES))
+                sizes = tuple(tuple(cuts.sizes[index, column] for column in columns) for cuts, index in cut)
+                yield Block(indices=chosen, sizes=sizes)
 
     def _inner_levels(self) -> tuple[list[int], list[int]]:
         """The levels crossed at once, as many as fit in a block, and those walked one by one."""
@@ -276,13 +264,6 @@ class Space:
         first_kept = np.where(kept, 2 * level + 1, np.where(deferred_kept, later + 1, _NONE))
         last_dropped = np.where(deferred, later, np.where(three, 2 * level, -1))
         return two, deferred | deferred_kept, first_kept.astype(np.int16), last_dropped.astype(np.int16)
-
-    def _block(self, indices: Sequence[Integers]) -> Block:
-        sizes = tuple(
-            tuple(cuts.sizes[index, column] for column in range(len(STAGES)))
-            for cuts, index in zip(self.cuts, indices, strict=True)
-        )
-        return Block(indices=tuple(indices), sizes=sizes)
 
     def strategy(self, cut_indices: Sequence[int], wires: Sequence[str] | None = None) -> Strategy:
         """The layout with the given cut on each level, innermost first, in the notation.

@@ -72,12 +72,7 @@ def _flops(device: Device, value: str) -> Device:
         device,
         peak_flops={dtype: rate * factor for dtype, rate in dict(device.peak_flops).items()},
         achievable_flops={dtype: rate * factor for dtype, rate in dict(device.achievable_flops).items()},
-        kernels=tuple(
-            replace(kernel, forward=kernel.forward * factor, backward=kernel.backward * factor)
-            if kernel.kind in _MATRIX
-            else kernel
-            for kernel in device.kernels
-        ),
+        kernels=tuple(kernel.times(factor) if kernel.kind in _MATRIX else kernel for kernel in device.kernels),
     )
 
 

@@ -104,10 +104,7 @@ class Workload:
 
     def _parallel(self, degrees: Mapping[str, int]) -> Parallel:
         return Parallel(
-            **degrees,
-            pp_schedule=self.pp_schedule,
-            pp_chunks=self.pp_chunks,
-            sequence_parallel=self.sequence_parallel,
+            **degrees, pp_schedule=self.pp_schedule, pp_chunks=self.pp_chunks, sequence_parallel=self.sequence_parallel
         )
 
     @property
