@@ -91,7 +91,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
     members = [[unwrapped(child) for child in every._modules.values() if child is not None] for every in lists]
     alike = [group for group in members if len(group) > 1 and len({type(child) for child in group}) == 1]
-    return _outer(model, [child for group in alike if _has_params(group[0]) for child in group])
+    return _outer(model, [child for group in alike if next(group[0].parameters(), None) is not None for child in group])
 
 
 def find_edges(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Module | None, nn.Module | None]:
@@ -144,10 +144,6 @@ def _holders(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
             if param is not None:
                 holders[param].append(module)
     return holders
-
-
-def _has_params(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def give_method(model: nn.Module, name: str, function: Callable[..., Any]) -> None:

@@ -89,9 +89,7 @@ def _override(tables: dict[str, Any], override: str, is_path: Callable[[str, str
 
 def _resolved(value: Any, base: Path, is_path: Callable[[str, str], bool], key: str = "") -> Any:
     if isinstance(value, dict):
-        return {
-            name: _resolved(inner, base, is_path, f"{key}.{name}" if key else name) for name, inner in value.items()
-        }
+        return {name: _resolved(own, base, is_path, f"{key}.{name}" if key else name) for name, own in value.items()}
     if isinstance(value, list):
         return [_resolved(inner, base, is_path, key) for inner in value]
     if isinstance(value, str) and is_path(key, value) and not value.startswith("{"):

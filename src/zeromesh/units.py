@@ -18,19 +18,14 @@ _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0
 _BYTES = {f"{p}B": f for p, f in (_DECIMAL | _BINARY).items()} | {"KB": 1e3}
 
 
-def _table(units: dict[str, float]) -> Mapping[str, float]:
-    return MappingProxyType(units)
-
-
-BYTES = _table(_BYTES)
-BYTES_PER_S = _table(
+BYTES = MappingProxyType(_BYTES)
+BYTES_PER_S = MappingProxyType(
     {f"{unit}/s": factor for unit, factor in _BYTES.items()}
-    | {f"{p}bit/s": f / 8 for p, f in _DECIMAL.items()}
-    | {f"{p}bps": f / 8 for p, f in _DECIMAL.items()}
+    | {f"{p}{unit}": f / 8 for unit in ("bit/s", "bps") for p, f in _DECIMAL.items()}
 )
-SECONDS = _table({"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0})
-COUNTS = _table(_DECIMAL | _BINARY | {"K": 1e3})
-FLOP_PER_S = _table({f"{p}FLOP/s": f for p, f in _DECIMAL.items()} | {f"{p}FLOPS": f for p, f in _DECIMAL.items()})
+SECONDS = MappingProxyType({"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0})
+COUNTS = MappingProxyType(_DECIMAL | _BINARY | {"K": 1e3})
+FLOP_PER_S = MappingProxyType({f"{p}{unit}": f for unit in ("FLOP/s", "FLOPS") for p, f in _DECIMAL.items()})
 
 _QUANTITY = re.compile(r"\s*(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(?P<unit>[^\d\s].*?)?\s*")
 

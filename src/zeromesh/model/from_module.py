@@ -362,16 +362,9 @@ def _with_inputs(specs: list[UnitSpec]) -> list[UnitSpec]:
     for before, unit in pairwise(specs):
         if unit.kind is UnitKind.BLOCK:
             given = (before if before.kind is not UnitKind.ROOT else unit).activations.output
-            boundary = PerToken(constant=given)
-            kept = unit.activations
-            unit = replace(
-                unit,
-                activations=replace(
-                    kept,
-                    saved_selective=kept.saved_selective + boundary,
-                    saved_full=kept.saved_full + boundary,
-                ),
-            )
+            boundary, acts = PerToken(constant=given), unit.activations
+            selective, full = acts.saved_selective + boundary, acts.saved_full + boundary
+            unit = replace(unit, activations=replace(acts, saved_selective=selective, saved_full=full))
         done.append(unit)
     return done
 

@@ -108,13 +108,12 @@ def _checked(config: Config, model_type: str, where: str) -> dict[str, Any]:
     found = {}
     for key, default in _DEFAULTS[model_type].items():
         found[key] = value = given.get(key, default)
-        match default:
-            case bool():
-                good, wanted = isinstance(value, bool), "true or false"
-            case _:
-                whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-                good = whole or (value is None and (default is None or key in _NULLABLE))
-                wanted = "a whole number of at least 1"
+        if isinstance(default, bool):
+            good, wanted = isinstance(value, bool), "true or false"
+        else:
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            good = whole or (value is None and (default is None or key in _NULLABLE))
+            wanted = "a whole number of at least 1"
         if not good:
             raise ModelError(f"{where}: {key} must be {wanted}, got {value!r}")
     return found

@@ -80,9 +80,8 @@ def _fused(unit: UnitSpec, kernels: Kernels) -> UnitSpec:
 def _adapter(folder: Path) -> tuple[str, int]:
     """The base of PEFT's adapters, a path, and their rank."""
     path = folder / "adapter_config.json"
-    found = parse_json(
-        read_text(path, kind="an adapter_config.json", error=ModelError), where=str(path), error=ModelError
-    )
+    text = read_text(path, kind="an adapter_config.json", error=ModelError)
+    found = parse_json(text, where=str(path), error=ModelError)
     base, rank = (found.get(key) if isinstance(found, dict) else None for key in ("base_model_name_or_path", "r"))
     here = [each for each in (Path(str(base)), folder / str(base)) if base and (each / "config.json").is_file()]
     if not here:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -125,19 +126,9 @@ def as_on_an_accelerator(values: KnownValues, dtype: torch.dtype, count: Callabl
     masking: Any = sys.modules.get("transformers.masking_utils")
     with ExitStack() as stack:
         if hasattr(masking, _PACKED):
-            stack.enter_context(_replaced(masking, _PACKED, lambda position_ids: None))
-        stack.enter_context(_replaced(nn.Module, "_apply", _cast_module))
-        stack.enter_context(_replaced(fake_tensor.log, "disabled", True))  # of attempts in another dtype
-        stack.enter_context(_replaced(Distribution, "_validate_args", False))  # which asks whether numbers are in range
+            stack.enter_context(patch.object(masking, _PACKED, lambda position_ids: None))
+        stack.enter_context(patch.object(nn.Module, "_apply", _cast_module))
+        stack.enter_context(patch.object(fake_tensor.log, "disabled", True))  # of attempts in another dtype
+        stack.enter_context(patch.object(Distribution, "_validate_args", False))  # it asks whether numbers are in range
         stack.enter_context(_Calls(values, dtype, count))
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

@@ -25,10 +25,6 @@ def _attention(args: Sequence[Any]) -> float:
     return float(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]  # torch's
 
 
-def _attention_backward(args: Sequence[Any]) -> float:
-    return 2.5 * _attention(args[1:])
-
-
 def _grouped(args: Sequence[Any]) -> float:
     """FLOPs of a grouped product: [rows, inner] and [experts, inner, outer] or, in a backward, [inner, rows] and
     [rows, outer]."""
@@ -45,7 +41,7 @@ def _convolution_backward(args: Sequence[Any]) -> float:
 
 _OURS: dict[Any, Callable[[Sequence[Any]], float]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda args: 2.5 * _attention(args[1:]),
     aten._grouped_mm: _grouped,
     aten.convolution_backward: _convolution_backward,
 }

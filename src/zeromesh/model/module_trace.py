@@ -274,11 +274,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     def _note_live(self, out: Any) -> None:
         for tensor in _tensors(out):
             key = storage_of(tensor)
-            if (
-                key in self._live
-                or key in self._weights
-                or (self._in_backward and tensor.numel() in self._weight_sizes)
-            ):
+            of_weight = self._in_backward and tensor.numel() in self._weight_sizes
+            if of_weight or key in self._live or key in self._weights:
                 continue
             self._live[key] = tensor.untyped_storage().nbytes()
             self._live_bytes += self._live[key]
@@ -345,7 +342,9 @@ def trace(
         stack.enter_context(as_on_an_accelerator(tracer.values, tracer.dtype, tracer.count))
         stack.enter_context(tracer)
         with torch.autograd.graph.saved_tensors_hooks(tracer.pack, lambda tensor: tensor), _told(module):
-            output = _run(module, tracer.faked(inputs))
+            given = tracer.faked(inputs)
+            positional = given.pop("*", ())
+            output = module(*positional, **given)
             tracer.note_result(output)
             loss = _loss(output)
         tracer.start_backward()
@@ -392,11 +391,6 @@ def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
 
 def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def _run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    positional = inputs.get("*", ())
-    return module(*positional, **{key: value for key, value in inputs.items() if key != "*"})
 
 
 def _loss(output: Any) -> Tensor:

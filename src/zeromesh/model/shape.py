@@ -183,7 +183,15 @@ class TransformerShape:
     source: str = ""
 
     def __post_init__(self) -> None:
-        self._normalise()
+        if self.kv_heads == 0:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.head_dim == 0 and self.heads > 0:
+            if self.hidden % self.heads:
+                raise ModelError(
+                    f"model {self.name}: hidden must be a multiple of heads, got {self.hidden} and {self.heads}; "
+                    "give head_dim where they are independent"
+                )
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
         for field in ("hidden", "layers", "heads", "ffn", "vocab", "kv_heads", "head_dim"):
             if getattr(self, field) < 1:
                 raise ModelError(f"model {self.name}: {field} must be at least 1, got {getattr(self, field)}")
@@ -201,17 +209,6 @@ class TransformerShape:
                 f"model {self.name}: of {self.experts} experts between 1 and all must be active per token, "
                 f"got {self.experts_per_token}"
             )
-
-    def _normalise(self) -> None:
-        if self.kv_heads == 0:
-            object.__setattr__(self, "kv_heads", self.heads)
-        if self.head_dim == 0 and self.heads > 0:
-            if self.hidden % self.heads:
-                raise ModelError(
-                    f"model {self.name}: hidden must be a multiple of heads, got {self.hidden} and {self.heads}; "
-                    "give head_dim where they are independent"
-                )
-            object.__setattr__(self, "head_dim", self.hidden // self.heads)
 
     @property
     def naming(self) -> Naming:

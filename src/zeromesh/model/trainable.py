@@ -7,16 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from zeromesh.errors import ModelError
-from zeromesh.model.spec import (
-    DTYPE_BYTES,
-    ActivationSpec,
-    MatmulSpec,
-    ModelSpec,
-    PerToken,
-    TensorSpec,
-    UnitKind,
-    UnitSpec,
-)
+from zeromesh.model.spec import DTYPE_BYTES, MatmulSpec, ModelSpec, PerToken, TensorSpec, UnitKind, UnitSpec
 
 
 def with_trainable(model: ModelSpec, choice: str) -> ModelSpec:
@@ -88,12 +79,14 @@ def _with_adapters(unit: UnitSpec, rank: int, dtype: str) -> UnitSpec:
     if unit.kind is not UnitKind.BLOCK:
         return frozen
     adapters = tuple(pair for matmul in unit.matmuls for pair in _adapter_matmuls(matmul, rank))
-    kept = DTYPE_BYTES[dtype] * sum(m.outer * m.rows_per_token * m.count for m in adapters[0::2])
+    inner = DTYPE_BYTES[dtype] * sum(m.outer * m.rows_per_token * m.count for m in adapters[0::2])
+    # Inner activations, of rank size, are products: selective recomputation keeps them too.
+    kept, acts = PerToken(constant=inner), unit.activations
     return replace(
         frozen,
         tensors=(*frozen.tensors, *(t for m in unit.matmuls for t in _adapter_tensors(m, rank))),
         matmuls=(*frozen.matmuls, *adapters),
-        activations=_with_kept(unit.activations, PerToken(constant=kept)),
+        activations=replace(acts, saved_none=acts.saved_none + kept, saved_selective=acts.saved_selective + kept),
     )
 
 
@@ -110,13 +103,4 @@ def _adapter_tensors(matmul: MatmulSpec, rank: int) -> tuple[TensorSpec, TensorS
     return (
         TensorSpec(name=f"{matmul.name}.lora_A.weight", shape=(*lead, rank, matmul.inner), active_share=share),
         TensorSpec(name=f"{matmul.name}.lora_B.weight", shape=(*lead, matmul.outer, rank), active_share=share),
-    )
-
-
-def _with_kept(activations: ActivationSpec, kept: PerToken) -> ActivationSpec:
-    """The adapters' inner activations, of rank size, are products: selective recomputation keeps them too."""
-    return replace(
-        activations,
-        saved_none=activations.saved_none + kept,
-        saved_selective=activations.saved_selective + kept,
     )

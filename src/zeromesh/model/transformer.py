@@ -56,8 +56,10 @@ def build(
         parallel: its tp and ep, by whose degrees the shape divides: the units are one rank's part of it, with the
             collectives of these two ([Note: Tensor parallel]).
     """
-    width, whole = DTYPE_BYTES[dtype], shape
-    shape = _of_one_rank(shape, parallel.tp)
+    width, whole, tp = DTYPE_BYTES[dtype], shape, parallel.tp
+    shape = replace(
+        shape, heads=shape.heads // tp, kv_heads=shape.kv_heads // tp, ffn=shape.ffn // tp, vocab=shape.vocab // tp
+    )
     units = [_root(shape, width, kernels, parallel)]
     if not shape.tied:
         units.append(_embedding(shape, width, parallel))
@@ -74,12 +76,6 @@ def build(
         max_seq_len=shape.max_positions or None,
         source=shape.source,
         built_from=BuiltFrom(shape=whole, kernels=kernels),
-    )
-
-
-def _of_one_rank(shape: TransformerShape, tp: int) -> TransformerShape:
-    return replace(
-        shape, heads=shape.heads // tp, kv_heads=shape.kv_heads // tp, ffn=shape.ffn // tp, vocab=shape.vocab // tp
     )
 
 
@@ -237,10 +233,7 @@ def _expert_tensors(shape: TransformerShape, ep: int) -> tuple[TensorSpec, ...]:
     return (
         TensorSpec(name="mlp.gate.weight", shape=(shape.experts, shape.hidden)),
         TensorSpec(
-            name="mlp.experts.gate_up_proj",
-            shape=(experts, 2 * shape.ffn, shape.hidden),
-            active_share=share,
-            ep=ep,
+            name="mlp.experts.gate_up_proj", shape=(experts, 2 * shape.ffn, shape.hidden), active_share=share, ep=ep
         ),
         TensorSpec(name="mlp.experts.down_proj", shape=(experts, shape.hidden, shape.ffn), active_share=share, ep=ep),
     )
@@ -270,20 +263,13 @@ def _mlp_matmuls(shape: TransformerShape, ep: int) -> tuple[MatmulSpec, ...]:
         return (
             MatmulSpec(name=naming.router, inner=hidden, outer=shape.experts),
             MatmulSpec(
-                name="mlp.experts.gate_up_proj",
-                inner=hidden,
-                outer=2 * ffn,
-                rows_per_token=rows,
-                count=experts,
+                name="mlp.experts.gate_up_proj", inner=hidden, outer=2 * ffn, rows_per_token=rows, count=experts
             ),
             MatmulSpec(name="mlp.experts.down_proj", inner=ffn, outer=hidden, rows_per_token=rows, count=experts),
         )
     gate = (MatmulSpec(name=naming.gate, inner=hidden, outer=ffn),) if shape.gated else ()
-    return (
-        *gate,
-        MatmulSpec(name=naming.up, inner=hidden, outer=ffn),
-        MatmulSpec(name=naming.down, inner=ffn, outer=hidden),
-    )
+    up = MatmulSpec(name=naming.up, inner=hidden, outer=ffn)
+    return (*gate, up, MatmulSpec(name=naming.down, inner=ffn, outer=hidden))
 
 
 def _head_matmul(shape: TransformerShape) -> MatmulSpec:
