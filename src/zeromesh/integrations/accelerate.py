@@ -29,6 +29,8 @@ from zeromesh.checkpoint.huggingface import save_safetensors
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import InputError
 from zeromesh.integrations.methods import (
+    UNEVEN,
+    refuse,
     require_plain,
     require_processes,
     require_sharding,
@@ -50,14 +52,6 @@ PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_pl
 OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
-def _refuse(others: list[str]) -> None:
-    if others:
-        raise InputError(
-            f"{', '.join(others)} cannot be used with sharding=: zeromesh shards the model itself; leave it out, also "
-            f"in what `accelerate config` wrote"
-        )
-
-
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does not follow accelerate
     """Accelerate's Accelerator with one argument more.
 
@@ -74,7 +68,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
 
     def __init__(self, *args: Any, sharding: Sharding, **kwargs: Any) -> None:
         require_sharding(sharding)
-        _refuse([name for name in PLUGINS if kwargs.get(name) is not None])
+        refuse([name for name in PLUGINS if kwargs.get(name) is not None])
         super().__init__(*args, **kwargs)
         require_attributes("accelerate", self, "_models", "_optimizers", "step")
         require_processes(sharding, self.num_processes)
@@ -82,16 +76,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         self._sharding: Sharding | None = None
         self._shards: Any = WeakIdKeyDictionary()
         """By parameter of a model before it was sharded, its shard."""
-        _refuse([kind.value for kind in OTHERS if self.state.distributed_type == kind])
+        refuse([kind.value for kind in OTHERS if self.state.distributed_type == kind])
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
-            raise InputError(
-                "dynamo_backend cannot be used with sharding=: compile the model's blocks before, with their compile()"
-            )
+            refuse(["dynamo_backend"], "compile the model's blocks before, with their compile()")
         if not self.even_batches:
-            raise InputError(
-                "even_batches=False cannot be used with sharding=: all ranks must run as many forwards, or those that "
-                "have more wait for ever"
-            )
+            refuse(["even_batches=False"], UNEVEN)
 
     # ---- models and optimizers in `prepare`
 
@@ -105,15 +94,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         if not getattr(model, "_is_accelerate_prepared", False):
-            self._shard(model)
+            require_plain(model)
+            if self._sharding is None:
+                self._sharding = with_mixed_precision(self.sharding, self.mixed_precision).on(self.device.type)
+            self._shards.update(shard_model(self._sharding, model))
         # Autocast alone: no DistributedDataParallel, and shards are where the mesh is.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # type: ignore[no-any-return]
-
-    def _shard(self, model: nn.Module) -> None:
-        require_plain(model)
-        if self._sharding is None:
-            self._sharding = with_mixed_precision(self.sharding, self.mixed_precision).on(self.device.type)
-        self._shards.update(shard_model(self._sharding, model))
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         if not isinstance(optimizer, AcceleratedOptimizer):

@@ -32,7 +32,7 @@ from zeromesh.engine.hooks import install
 from zeromesh.engine.optim import check_optimizer, updates
 from zeromesh.engine.state_dict import whole_state
 from zeromesh.errors import CheckpointError, InputError
-from zeromesh.integrations.methods import require_plain, require_sharding, shard_model, with_mixed_precision
+from zeromesh.integrations.methods import refuse, require_plain, require_sharding, shard_model, with_mixed_precision
 from zeromesh.integrations.optimizers import give_shards
 from zeromesh.integrations.saved import checkpoints_of
 from zeromesh.integrations.versions import require_attributes, require_known
@@ -63,12 +63,8 @@ OPTIONS = (
 
 
 def _require_options(options: Mapping[str, Any]) -> None:
-    unknown = [name for name in options if name not in OPTIONS]
-    if unknown:
-        raise InputError(
-            f"{', '.join(unknown)} cannot be used with sharding=: of the options of Lightning's DDPStrategy there are "
-            f"{', '.join(OPTIONS)}"
-        )
+    why = f"of the options of Lightning's DDPStrategy there are {', '.join(OPTIONS)}"
+    refuse([name for name in options if name not in OPTIONS], why)
 
 
 def _require_no_averages(callbacks: Iterable[object]) -> None:
@@ -286,7 +282,7 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
 
     def setup(self, trainer: Any) -> None:
         if self._layer_sync is not None:
-            raise InputError("sync_batchnorm=True cannot be used with sharding=: convert the module's layers before")
+            refuse(["sync_batchnorm=True"], "convert the module's layers before")
         _require_no_averages(trainer.callbacks)
         self.accelerator.setup(trainer)
         if self.model is not self._own:
@@ -374,16 +370,8 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
             raise InputError("checkpoints of sharded models take no storage_options: leave them out")
         name, path = self.broadcast((f"{REST}-{uuid4().hex}.pt", filepath))
         optimizers = self.optimizers if "optimizer_states" in checkpoint else ()
-        step = checkpoint["global_step"]
-        _save(
-            _directory(path),
-            {MODEL: self.model},
-            optimizers,
-            checkpoint,
-            step=step,
-            name=name,
-            first=self.is_global_zero,
-        )
+        models, step = {MODEL: self.model}, checkpoint["global_step"]
+        _save(_directory(path), models, optimizers, checkpoint, step=step, name=name, first=self.is_global_zero)
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

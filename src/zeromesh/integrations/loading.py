@@ -156,7 +156,8 @@ def _plan(model: Any, stored: Mapping[str, Stored]) -> tuple[dict[str, Source], 
         sources |= _converted(model, empty, found, target, stored, last)
     _require_fit(sources, empty)
     _require_one_value(model, sources)
-    info = SimpleNamespace(missing_keys=_without(model, sources), unexpected_keys=set(unexpected))
+    missing = {name for names in _same(model).values() if not any(n in sources for n in names) for name in names}
+    info = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unexpected))
     model._adjust_missing_and_unexpected_keys(info)
     return sources, sorted(info.missing_keys), sorted(info.unexpected_keys)
 
@@ -177,7 +178,8 @@ def _converted(
     try:
         shapes = convert(lambda each: torch.empty(each.shape, dtype=each.dtype, device="meta"))
     except Exception as error:  # of any of the library's operations
-        raise ModelError(f"{name} cannot be made of what the files have ({_listed(target)}): {error}") from error
+        listed = ", ".join(each for names in target.names.values() for each in names[:2])
+        raise ModelError(f"{name} cannot be made of what the files have ({listed}): {error}") from error
     operations = target.converter.operations
     if len(shapes) == 1 and all(type(each) in (library.MergeModulelist, library.Concatenate) for each in operations):
         return {next(iter(shapes)): _tiled(target, stored)}
@@ -204,10 +206,6 @@ def _tiled(target: _Target, stored: Mapping[str, Stored]) -> Tiled:
     return found
 
 
-def _listed(target: _Target) -> str:
-    return ", ".join(name for names in target.names.values() for name in names[:2])
-
-
 def _require_fit(sources: Mapping[str, Source], empty: Mapping[str, Tensor]) -> None:
     for name, source in sources.items():
         if name not in empty or source.shape != tuple(empty[name].shape):
@@ -221,10 +219,6 @@ def _same(model: Any) -> dict[int, list[str]]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         names[id(tensor)].append(name)
     return names
-
-
-def _without(model: Any, sources: Mapping[str, Source]) -> set[str]:
-    return {name for names in _same(model).values() if not any(n in sources for n in names) for name in names}
 
 
 def _require_one_value(model: Any, sources: dict[str, Source]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from zeromesh.engine.shardable import require_unwrapped
 from zeromesh.errors import InputError, ModelError
 from zeromesh.modules import DTYPE_NAMES, give_method
 from zeromesh.sharding import Sharding
+
+ELSEWHERE = "zeromesh shards the model itself; leave it out (also in what `accelerate config` wrote)"
+UNEVEN = "all ranks must run as many forwards, or those that have more wait for ever"
 
 MIXED = ("bf16", "fp16")
 """Mixed precision by accelerate's names."""
@@ -43,6 +47,12 @@ def require_sharding(sharding: object) -> None:
     """Raises InputError of another value than the one that says how."""
     if not isinstance(sharding, Sharding):
         raise InputError(f"sharding= takes zm.Sharding(strategy=..., mesh=...); got {sharding!r}")
+
+
+def refuse(options: Sequence[str], why: str = ELSEWHERE) -> None:
+    """Raises InputError if there are options of a library's that do not go with sharding."""
+    if options:
+        raise InputError(f"{', '.join(options)} cannot be used with sharding=: {why}")
 
 
 def require_processes(sharding: Sharding, count: int) -> None:
@@ -78,14 +88,10 @@ def shard_model(sharding: Sharding, model: nn.Module) -> Any:
         with_blocks_only(sharding, model).shard(model)
         # Parameters that nobody casts are written as they compute, each in its own dtype.
         adapt(model, own if sharding.param_dtype is not None else None)
-    give_method(model, "no_sync", _no_sync)
+    # Which libraries know of DistributedDataParallel: a micro-batch that is not the step's last.
+    give_method(model, "no_sync", partial(accumulate, last=False))
     after = dict(model.named_parameters(remove_duplicate=False))
     shards = WeakIdKeyDictionary()
     for name, param in before:
         shards[param] = after[name]
     return shards
-
-
-def _no_sync(model: nn.Module) -> AbstractContextManager[object]:
-    """Which libraries know of DistributedDataParallel: a micro-batch that is not the step's last."""
-    return accumulate(model, last=False)

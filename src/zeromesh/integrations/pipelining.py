@@ -15,7 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any, TypeVar
 
 import torch
@@ -262,14 +262,9 @@ class _Weights:
 def _inputs(
     engine: Engine, stage_output: Any, output_grads: Any, input_values: list[Any]
 ) -> tuple[tuple[Tensor | None, ...], _Weights]:
-    weights = {weight.grad_fn: weight for weight in _trained(engine)}
+    leaves = ((index, leaf) for index, unit in enumerate(engine.units) for b in unit.trained for leaf in b.leaves)
+    weights = {weight.grad_fn: weight for weight in starmap(_Weight, leaves)}
     shown: Any = iter(weights.values())
     with engine.inputs_only() as halves:
         grads, groups = stage_backward_input(stage_output, output_grads, input_values, shown)
     return grads, _Weights(halves=halves, groups=groups, weights=weights)
-
-
-def _trained(engine: Engine) -> Iterator[_Weight]:
-    for index, unit in enumerate(engine.units):
-        for buffer in unit.trained:
-            yield from (_Weight(index, leaf) for leaf in buffer.leaves)

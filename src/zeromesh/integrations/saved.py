@@ -23,7 +23,9 @@ def checkpoints_of(
     A model that lies frozen beneath PEFT's adapters came from files of its own, so it is left out; loads compare it.
     """
     own = [optimizer for optimizer in optimizers if updates(optimizer, engine_of(model))]
-    return Checkpoints(directory, model, own, keep=1, frozen=_freezes_beside_adapters(model))
+    beneath = {param for part in model.modules() if is_peft(part) for param in part.parameters()}
+    frozen = any(not param.requires_grad and param not in beneath for param in model.parameters())
+    return Checkpoints(directory, model, own, keep=1, frozen=frozen)
 
 
 class Registered:
@@ -43,9 +45,3 @@ class Registered:
 def is_peft(model: object) -> bool:
     """Whether it is a model of PEFT's, which need not be installed."""
     return any(kind.__module__ == "peft.peft_model" for kind in type(model).__mro__)
-
-
-def _freezes_beside_adapters(model: nn.Module) -> bool:
-    """Whether something is frozen that no model of PEFT's holds."""
-    beneath = {param for part in model.modules() if is_peft(part) for param in part.parameters()}
-    return any(not param.requires_grad and param not in beneath for param in model.parameters())

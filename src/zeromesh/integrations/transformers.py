@@ -32,7 +32,10 @@ from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import ELEMENTWISE, steps_elementwise
 from zeromesh.errors import CheckpointError, InputError, ModelError, OptimizerError
 from zeromesh.integrations.methods import (
+    ELSEWHERE,
+    UNEVEN,
     is_sharded,
+    refuse,
     require_plain,
     require_processes,
     require_sharding,
@@ -133,7 +136,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
     # ---- wrong input
 
     def create_accelerator_and_postprocess(self) -> None:
-        _refuse(["deepspeed"] if self.args.deepspeed_plugin is not None else [])  # which would set itself up
+        refuse(["deepspeed"] if self.args.deepspeed_plugin is not None else [])  # which would set itself up
         super().create_accelerator_and_postprocess()
         self._require_alone()
         plugin = self.accelerator.state.dynamo_plugin
@@ -154,7 +157,8 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
             "sync_ref_model": getattr(args, "sync_ref_model", False),
             "even_batches=False": not self.accelerator.even_batches,
         }
-        _refuse([name for name, given in refused.items() if given])
+        named = [name for name, given in refused.items() if given]
+        refuse(named, _INSTEAD.get(named[0], ELSEWHERE) if named else "")
         if args.n_gpu > 1:
             raise InputError(
                 f"this process sees {args.n_gpu} GPUs, over which the Trainer would copy the model: start one process "
@@ -230,10 +234,9 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
             load_safetensors(self.model, best)
 
     def _checkpoints(self, directory: str) -> Checkpoints:
-        optimizer = self.optimizer
-        if isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
-        return checkpoints_of(os.path.join(directory, STATES), self.model, [optimizer])
+        held = self.optimizer
+        own = held.optimizer if isinstance(held, AcceleratedOptimizer) else held
+        return checkpoints_of(os.path.join(directory, STATES), self.model, [own])
 
     def _has_states(self, checkpoint: str) -> bool:
         return engine_of(self.model).control.say(os.path.isdir(os.path.join(checkpoint, STATES)))
@@ -252,25 +255,16 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
             )
 
 
-_ELSEWHERE = "zeromesh shards the model itself; leave it out (also in what `accelerate config` wrote)"
 _NO_CAST = (
     "a sharded model cannot be cast; with bf16=True, or Sharding(param_dtype=...), it computes in that everywhere"
 )
 _INSTEAD = {
-    "deepspeed": _ELSEWHERE,
-    "fsdp": _ELSEWHERE,
-    "parallelism_config": _ELSEWHERE,
     "bf16_full_eval": _NO_CAST,
     "fp16_full_eval": _NO_CAST,
     "save_on_each_node": "all ranks write one checkpoint, to a directory that all of them see",
     "sync_ref_model": "it mixes the model's parameters with the reference's, which are sharded in another way",
-    "even_batches=False": "all ranks must run as many forwards, or those that have more wait for ever",
+    "even_batches=False": UNEVEN,
 }
-
-
-def _refuse(named: list[str]) -> None:
-    if named:
-        raise InputError(f"{', '.join(named)} cannot be used with sharding=: {_INSTEAD[named[0]]}")
 
 
 class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]  # transformers is not followed by mypy
