@@ -53,7 +53,8 @@ def bench(
     from bench.rows import make_rows, noise_of
     from zeromesh.cli.signals import exiting_on_signals
     from zeromesh.measure.launch import under_torchrun
-    from zeromesh.measure.steps import DTYPES, Batch
+    from zeromesh.measure.steps import Batch
+    from zeromesh.measure.work import DTYPES
     from zeromesh.progress import progress
 
     if steps < 1 or rounds < 1:

@@ -88,29 +88,15 @@ def fit(timings: Mapping[int, Sequence[float]]) -> Fit:
     if len(timings) < 2 or rounds < 4:
         raise InputError(f"a fit needs at least 2 sizes and 4 rounds; got {len(timings)} and {rounds}")
     line = _through({size: statistics.median(times) for size, times in timings.items()})
-    halves = [
-        _through({size: statistics.median(part(times)) for size, times in timings.items()})
-        for part in (_first, _second)
-    ]
-    rates = [half.bytes_per_s for half in halves]
+    first = _through({size: statistics.median(times[: len(times) // 2]) for size, times in timings.items()})
+    second = _through({size: statistics.median(times[len(times) // 2 :]) for size, times in timings.items()})
+    longest = timings[max(timings)]
+    low, _, high = statistics.quantiles(longest, n=4)
     return Fit(
         line=line,
-        spread=_spread(timings[max(timings)]),
-        disagreement=abs(rates[0] - rates[1]) / line.bytes_per_s,
+        spread=(high - low) / 2 / statistics.median(longest),
+        disagreement=abs(first.bytes_per_s - second.bytes_per_s) / line.bytes_per_s,
     )
-
-
-def _first(times: Sequence[float]) -> Sequence[float]:
-    return times[: len(times) // 2]
-
-
-def _second(times: Sequence[float]) -> Sequence[float]:
-    return times[len(times) // 2 :]
-
-
-def _spread(times: Sequence[float]) -> float:
-    low, _, high = statistics.quantiles(times, n=4)
-    return (high - low) / 2 / statistics.median(times)
 
 
 def _through(medians: Mapping[int, float]) -> Line:

@@ -207,10 +207,7 @@ def _calls(group: AxisGroup, size: int, workspace: torch.Tensor, device: torch.d
     sent = 4 * chunk * (group.size - 1)
     return {
         "all_gather": (lambda: all_gather(region, group), sent),
-        "reduce_scatter": (
-            lambda: reduce_scatter(region, out, group, workspace=workspace, scale=1 / group.size),
-            sent,
-        ),
+        "reduce_scatter": (lambda: reduce_scatter(region, out, group, workspace=workspace, scale=1 / group.size), sent),
         "all_reduce": (lambda: all_reduce(region, group, workspace=workspace), 2 * sent),
     }
 
@@ -247,10 +244,7 @@ def _host_seconds(samples: list[_Sample], ranks: Ranks) -> dict[str, float]:
             slope = long_s / long.sent_bytes
         slopes.append(slope)
         calls.append(short_s - slope * short.sent_bytes)
-    return {
-        "host_s_per_byte": sum(slopes) / len(slopes),
-        "host_call_s": max(0.0, sum(calls) / len(calls)),
-    }
+    return {"host_s_per_byte": sum(slopes) / len(slopes), "host_call_s": max(0.0, sum(calls) / len(calls))}
 
 
 def _processor_seconds(sample: _Sample, ranks: Ranks) -> float:

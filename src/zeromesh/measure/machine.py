@@ -32,7 +32,9 @@ def measure_machine(ranks: Ranks) -> dict[str, Any]:
     Rates are the slowest rank's on devices, since all others wait for it; on CPU, where ranks share cores, the mean of
     all. `by_rank` has every rank's.
     """
-    here = _ranks_on_this_machine()
+    machines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(machines, machine_id())
+    here = machines.count(machine_id())
     device = torch.get_device_module(ranks.device)
     memory = _host_memory() / here if ranks.on_cpu else device.get_device_properties(ranks.device).total_memory
     copies = _copy_rates(ranks)
@@ -40,7 +42,9 @@ def measure_machine(ranks: Ranks) -> dict[str, Any]:
     products = {name: _product_rates(ranks, dtype) for name, dtype in DTYPES.items()}
     figure = statistics.mean if ranks.on_cpu else min
     return {
-        "name": _name(ranks.device),
+        "name": f"{processor_name()}, {torch.get_num_threads()} thread(s)"
+        if ranks.on_cpu
+        else device_name(ranks.device),
         "memory_bytes": memory,
         "host_memory_bytes": _host_memory(),
         "memory_bytes_per_s": figure(copies),
@@ -52,18 +56,6 @@ def measure_machine(ranks: Ranks) -> dict[str, Any]:
         "cores": usable_cores() / here if ranks.on_cpu else None,
         "ranks_per_machine": here,
     }
-
-
-def _name(device: torch.device) -> str:
-    if device.type != "cpu":
-        return device_name(device)
-    return f"{processor_name()}, {torch.get_num_threads()} thread(s)"
-
-
-def _ranks_on_this_machine() -> int:
-    machines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(machines, machine_id())
-    return machines.count(machine_id())
 
 
 def _host_memory() -> int:

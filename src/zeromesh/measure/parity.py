@@ -39,13 +39,10 @@ def largest_difference(ranks: Ranks, strategy: str) -> float:
     worst = torch.zeros((), dtype=torch.float64)
     if ranks.rank == 0:
         pairs = [(found[name], value.detach().cpu()) for name, value in plain.named_parameters()]
-        worst = torch.stack([_difference(one, other) for one, other in pairs]).max()
+        shares = torch.stack([(one - other).abs().max() / other.abs().max() for one, other in pairs])
+        worst = shares.nan_to_num(nan=float("inf")).max()
     dist.broadcast(worst, src=0)
     return float(worst)
-
-
-def _difference(one: Tensor, other: Tensor) -> Tensor:
-    return ((one - other).abs().max() / other.abs().max()).nan_to_num(nan=float("inf"))
 
 
 def _batch(rank: int, step: int, micro: int, device: torch.device) -> Tensor:

@@ -201,12 +201,9 @@ def _cluster(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any], mesh: Mesh,
         kernels=tuple(Kernel(**kernel) for kernel in raw.get("kernels", ())),
     )
     by_name = {level.name: level for level in levels}
-    inner = list(mesh.items())[::-1]
     made: list[Level] = []
-    for index, (axis, size) in enumerate(inner):
-        found = by_name.get(axis)
-        below = prod(count for _, count in inner[:index])
-        made.append(_level(axis, size, found, below, made))
+    for axis, size in list(mesh.items())[::-1]:
+        made.append(_level(axis, size, by_name.get(axis), made))
     return Cluster(
         name=name,
         description=f"measured by zeromesh probe, {date.today().isoformat()}",
@@ -219,11 +216,11 @@ def _cluster(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any], mesh: Mesh,
     )
 
 
-def _level(name: str, size: int, found: LevelProbe | None, below: int, inside: list[Level]) -> Level:
+def _level(name: str, size: int, found: LevelProbe | None, inside: list[Level]) -> Level:
     if found is None:  # a single member: nothing is ever sent, so any rate is as good
         rate = inside[-1].bandwidth_bytes_per_s if inside else 1e9
         return Level(name=name, size=1, bandwidth_bytes_per_s=rate, latency_s=0.0, kind="loopback")
-    host, beside = found.host_s_per_byte, found.busy_latency_s
+    host, beside, below = found.host_s_per_byte, found.busy_latency_s, prod(level.size for level in inside)
     return Level(
         name=name,
         size=size,

@@ -124,10 +124,13 @@ def selftest(mesh: Mesh, output: Path, *, steps: int = 6) -> Result | None:
         return None
     checks, cluster = [Check(**check) for check in raw["checks"]], ""
     try:
-        found = from_raw(raw["probe"], mesh, "selftest") if raw["probe"] else None
-        checks += _probed(found)
-        cluster = _file_of(found)
-        checks += _predicted(found, raw)
+        if raw["probe"]:
+            from zeromesh.cluster import cluster_toml  # needs pydantic, which a bare GPU machine may lack
+
+            found = from_raw(raw["probe"], mesh, "selftest")
+            checks += _probed(found)
+            cluster = cluster_toml(found.cluster)
+            checks += _predicted(found, raw)
     except Exception as error:
         traceback.print_exc()
         checks.append(Check(name="links and times beside predicted ones", status="failed", detail=_words(error)))
@@ -364,24 +367,14 @@ def _accounts(training: Any) -> tuple[bool, str]:
 # Verdict --------------------------------------------------------------------------------------------------------
 
 
-def _probed(found: Probe | None) -> Iterator[Check]:
-    if found is not None:
-        yield _devices(found.raw["machine"])
-    for level in found.levels if found else ():
+def _probed(found: Probe) -> Iterator[Check]:
+    yield _devices(found.raw["machine"])
+    for level in found.levels:
         rates = ", ".join(f"{name} {format_bytes_per_s(one.line.bytes_per_s)}" for name, one in level.fits.items())
         detail = f"one rank sends: {rates}; a step takes {level.latency_s * 1e6:.3g} us"
         noisy = [f"{operation}: {one.noise}" for operation, one in level.fits.items() if not one.trusted]
         status = "look" if noisy else "ok"
         yield Check(name=f"links, {level.name}", status=status, detail="; ".join([detail, *noisy]))
-
-
-def _file_of(found: Probe | None) -> str:
-    """The text of the measured cluster's file."""
-    if found is None:
-        return ""
-    from zeromesh.cluster import cluster_toml  # needs pydantic, which a bare GPU machine may lack
-
-    return cluster_toml(found.cluster)
 
 
 def _devices(machine: Mapping[str, Any]) -> Check:
@@ -395,9 +388,7 @@ def _devices(machine: Mapping[str, Any]) -> Check:
     return Check(name="devices", status=status, detail=f"the slowest rank's rate over the median: {', '.join(found)}")
 
 
-def _predicted(found: Probe | None, raw: Mapping[str, Any]) -> Iterator[Check]:
-    if found is None:
-        return
+def _predicted(found: Probe, raw: Mapping[str, Any]) -> Iterator[Check]:
     for strategy, measured in raw["steps"].items():
         step = median_step([from_json(trace) for trace in measured["traces"]])
         predicted = planned(strategy, found.cluster, _timed_batch())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zeromesh.cluster import Cluster
 from zeromesh.errors import InputError, nearest, one_of
 from zeromesh.measure.shapes import SHAPES
-from zeromesh.measure.work import Work
+from zeromesh.measure.work import DTYPES, Work
 from zeromesh.model import ModelSpec
 from zeromesh.model.transformer import build
 from zeromesh.simulator import FixedWorkload, Simulation, simulate
@@ -22,8 +22,6 @@ from zeromesh.trace import Event, Trace
 
 if TYPE_CHECKING:
     from zeromesh.launch.ranks import Ranks
-
-DTYPES = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
