@@ -338,7 +338,10 @@ class _Recorder:
         """Cuts the computation: [Note: Slices]."""
         match point:
             case PointKind.PRE_FORWARD:
-                self._begin_micro_batch()
+                if self._between:
+                    self._between = False
+                    self.place = replace(self.place, micro_batch=self._num_micro_batches)
+                    self._num_micro_batches += 1
                 self._calls.append(unit)
                 self._open("forward", unit)
             case PointKind.POST_FORWARD:
@@ -361,20 +364,10 @@ class _Recorder:
                 self._calls.clear()
             case PointKind.STEPPED:
                 self._close()
-                self._end_step()
-
-    def _begin_micro_batch(self) -> None:
-        if self._between:
-            self._between = False
-            self.place = replace(self.place, micro_batch=self._num_micro_batches)
-            self._num_micro_batches += 1
-
-    def _end_step(self) -> None:
-        """At the first optimizer's step after a last micro-batch: further optimizers' belong to the next step."""
-        if self._complete:
-            self._complete, self._num_micro_batches = False, 0
-            self.place = _Place(step=self.place.step + 1)
-            self._starts.append(self.clock.mark())
+                if self._complete:  # further optimizers' steps belong to the next one
+                    self._complete, self._num_micro_batches = False, 0
+                    self.place = _Place(step=self.place.step + 1)
+                    self._starts.append(self.clock.mark())
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if updates(optimizer, self.engine):  # not one that another steps inside of its own step

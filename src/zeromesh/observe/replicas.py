@@ -135,7 +135,7 @@ def _held(engine: Engine, optimizers: Sequence[Optimizer]) -> Iterator[Held]:
             if buffer.master is not None and not buffer.master_in_params:
                 found.append(("master copy", states, partial(_masters, buffer)))
             if buffer.master is not None and optimizers:
-                found.append(("optimizer states", states, _states_of(buffer, optimizers)))
+                found.append(("optimizer states", states, partial(_states, buffer, optimizers)))
             for name, axes, parts in found:
                 if axes:
                     yield Held(unit=unit.name, name=name, home=home, axes=axes, parts=parts)
@@ -150,20 +150,17 @@ def _masters(buffer: FlatShards) -> list[Named]:
     return [(param.full_name, param.local) for param in buffer.optimizer_params]
 
 
-def _states_of(buffer: FlatShards, optimizers: Sequence[Optimizer]) -> Callable[[], Iterator[Named]]:
-    def parts() -> Iterator[Named]:
+def _states(buffer: FlatShards, optimizers: Sequence[Optimizer]) -> Iterator[Named]:
+    for optimizer in optimizers:
+        take_slices(optimizer)
+    for param in buffer.optimizer_params:
         for optimizer in optimizers:
-            take_slices(optimizer)
-        for param in buffer.optimizer_params:
-            for optimizer in optimizers:
-                # `get`: to ask `state` for a parameter that it does not have would add it.
-                state: dict[str, Any] = optimizer.state.get(param, {})
-                for key in sorted(state):
-                    if isinstance(state[key], Tensor | int | float):
-                        for name, part in stored(key, torch.as_tensor(state[key])).items():
-                            yield f"{name} of {param.full_name}", part
-
-    return parts
+            # `get`: to ask `state` for a parameter that it does not have would add it.
+            state: dict[str, Any] = optimizer.state.get(param, {})
+            for key in sorted(state):
+                if isinstance(state[key], Tensor | int | float):
+                    for name, part in stored(key, torch.as_tensor(state[key])).items():
+                        yield f"{name} of {param.full_name}", part
 
 
 def _exchange(engine: Engine, held: Sequence[Held]) -> tuple[list[int], Tensor]:

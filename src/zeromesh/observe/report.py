@@ -112,9 +112,7 @@ def _optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
     """(predicted, held) bytes of the states of this engine's parameters, by place."""
     buffers = [buffer for unit in engine.units for buffer in unit.buffers]
     grad_dtypes = {param: DTYPES[b.spec.grad_dtype] for b in buffers for param in b.optimizer_params}
-    places = {
-        p: "host" if "master" in b.placed.on_host_kinds else "device" for b in buffers for p in b.optimizer_params
-    }
+    where = {p: "host" if "master" in b.placed.on_host_kinds else "device" for b in buffers for p in b.optimizer_params}
     # States that come to the device for a step lie on the host as the buffer does, with its padding.
     streamed = {b.optimizer_params[0]: b for b in buffers if b.placed.streamed}
     predicted, held = Counter[str](), dict[str, list[Tensor]](device=[], host=[])
@@ -128,7 +126,7 @@ def _optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
         rates: dict[object, int] = {}
         for param in (param for param in group["params"] if param in grad_dtypes):
             numel = 0 if param.streamed else param.local.numel()
-            held[places[param]] += [] if param.streamed else _element_states(optimizer, param)
+            held[where[param]] += [] if param.streamed else _element_states(optimizer, param)
             if param in streamed:
                 numel = streamed[param].optimizer_shard[0].numel()
                 held["host"] += [flat for _, flat in streamed[param].states.get(optimizer, {}).values()]
@@ -136,7 +134,7 @@ def _optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
                 kind = param.dtype, grad_dtypes[param]
                 if kind not in rates:
                     rates[kind] = _state_bytes(optimizer, index, param, grad_dtypes[param])
-                predicted[places[param]] += rates[kind] * numel
+                predicted[where[param]] += rates[kind] * numel
     return {place: (predicted[place], _storage_bytes(states)) for place, states in held.items()}
 
 

@@ -194,11 +194,9 @@ class OwnedBucket:
                 kinds = self._kinds(member) if part.hops else (GRADIENT, VALUES)
                 self._landing += [(member, part, kind) for kind in kinds]
             if self.rank == part.owner and part.region is None:
-                assert member.whole is not None and member.whole.grad is not None
-                own = (
-                    member.whole.grad.view(-1)[part.start : part.stop],
-                    member.whole.data.view(-1)[part.start : part.stop],
-                )
+                whole = member.whole
+                assert whole is not None and whole.grad is not None
+                own = whole.grad.view(-1)[part.start : part.stop], whole.data.view(-1)[part.start : part.stop]
                 self._held[part] = own
                 if self.rank == part.home and not member.lies_here:
                     own[GRADIENT].copy_(grad)

@@ -90,16 +90,13 @@ def by_owner(
     groups = [dict(entry) if isinstance(entry, Mapping) else entry for entry in params]
     if not groups or not isinstance(groups[0], dict):
         groups = [{"params": groups}]
-    groups = [{**group, "params": _listed(group["params"])} for group in groups]
+    for group in groups:
+        group["params"] = [given] if isinstance(given := group["params"], Tensor) else list(given)
     engine = _engine_of([param for group in groups for param in group["params"]], optimizer)
     stacking = Stacking(alike=batched, dims=dims)
     found = OwnerOptimizer(optimizer, groups, options, engine, cost or _cost_of(optimizer), bucket_bytes, stacking)
     require_memory(found, engine.control)
     return found
-
-
-def _listed(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _cost_of(kind: type[Optimizer]) -> CostOf:

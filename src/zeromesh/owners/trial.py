@@ -105,11 +105,7 @@ def _mixes(kind: type[Optimizer], how: str = "") -> OptimizerError:
 
 
 def trial_state_bytes(
-    kind: type[Optimizer],
-    like: Tensor,
-    grad_dtype: torch.dtype,
-    group: Mapping[str, Any],
-    options: Mapping[str, Any],
+    kind: type[Optimizer], like: Tensor, grad_dtype: torch.dtype, group: Mapping[str, Any], options: Mapping[str, Any]
 ) -> int:
     """Bytes that the class keeps for a tensor once it has stepped on it, numbers aside.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from math import isfinite
 
@@ -31,7 +32,7 @@ from zeromesh.strategy.stage import HOST
 from zeromesh.trace import Event, Trace
 from zeromesh.units import format_bytes, format_seconds
 
-_KINDS = ("params", "grads", "optimizer", "buffers", "activations", "overhead")
+KINDS = ("params", "grads", "optimizer", "buffers", "activations", "overhead")
 _FINEST = 2000
 """Spans of a row that a screen can show; closer ones of a kind are drawn as one."""
 
@@ -41,7 +42,8 @@ def plan_page(planned: Planned) -> str:
     best, cluster = planned.best, planned.cluster
     return Page(
         title=f"{planned.model.name} on {cluster.world} x {cluster.device.name}",
-        subtitle=_subtitle(cluster, planned.workload.seq_len, planned.workload.global_batch_tokens),
+        subtitle=f"{cluster.name}: {_levels(cluster)}; sequences of {planned.workload.seq_len:,} tokens, "
+        f"{planned.workload.global_batch_tokens:,} tokens a step",
         facts=_facts(best),
         memory=_memory(planned.candidates, planned.limit_bytes, cluster),
         front=_front(planned.front, planned.limit_bytes),
@@ -51,12 +53,7 @@ def plan_page(planned: Planned) -> str:
             Remark(name=reason.name, strategy=reason.strategy, outcome=reason.outcome, text=reason.text)
             for reason in planned.why
         ),
-        notes=(
-            *choice_lines(planned),
-            *best.simulation.notes(),
-            *trust_lines(best.simulation),
-            search_note(planned),
-        ),
+        notes=(*choice_lines(planned), *best.simulation.notes(), *trust_lines(best.simulation), search_note(planned)),
     ).to_html()
 
 
@@ -212,27 +209,20 @@ def trust_lines(simulation: Simulation) -> list[str]:
     return [*lines, *uncertainty_lines(simulation.parallel)]
 
 
-def _subtitle(cluster: Cluster, seq_len: int, tokens: int) -> str:
-    return f"{cluster.name}: {_levels(cluster)}; sequences of {seq_len:,} tokens, {tokens:,} tokens a step"
-
-
 def _levels(cluster: Cluster) -> str:
     return " x ".join(f"{name} {size}" for name, size in cluster.axes)
 
 
 def _facts(choice: Choice) -> tuple[Fact, ...]:
     simulation, candidate = choice.simulation, choice.candidate
+    batch = f"{candidate.micro_batch} x {candidate.micro_batches}"
     return (
         Fact(key="strategy", label="strategy", value=simulation.named),
         Fact(key="step_s", label="step time", value=format_seconds(simulation.step_s, digits=4)),
         Fact(key="mfu", label="MFU", value=f"{simulation.mfu:.1%}"),
         Fact(key="tokens", label="tokens/s per device", value=f"{simulation.tokens_per_s_per_device:,.0f}"),
         Fact(key="memory", label="memory per device", value=simulation.memory_text),
-        Fact(
-            key="batch",
-            label="sequences x micro-batches",
-            value=f"{candidate.micro_batch} x {candidate.micro_batches}",
-        ),
+        Fact(key="batch", label="sequences x micro-batches", value=batch),
         Fact(key="recomputation", label="recomputation", value=candidate.recomputation.value),
     )
 
@@ -240,18 +230,13 @@ def _facts(choice: Choice) -> tuple[Fact, ...]:
 def _memory(choices: Sequence[Choice], limit_bytes: float, cluster: Cluster | None) -> MemoryChart:
     most = max(limit_bytes, *(choice.simulation.memory.total for choice in choices)) * 1.05
     return MemoryChart(
-        kinds=_KINDS,
-        bars=tuple(_bar(choice, most) for choice in choices),
+        kinds=KINDS,
+        bars=tuple(Bar.of(str(each.candidate), asdict(each.simulation.memory), most) for each in choices),
         limit=100 * limit_bytes / most,
         limit_label=f"{format_bytes(limit_bytes)} usable"
         + (f" of {format_bytes(cluster.device.memory_bytes)} ({cluster.device.name})" if cluster else ""),
         limit_bytes=limit_bytes,
     )
-
-
-def _bar(choice: Choice, most: float) -> Bar:
-    memory = choice.simulation.memory.as_dict()
-    return Bar.of(str(choice.candidate), {kind: memory[kind] for kind in _KINDS}, most)
 
 
 def _front(front: Sequence[Estimate], limit_bytes: float) -> FrontChart:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -105,7 +104,7 @@ class RunReport:
         self._changed = False  # a start without steps leaves the page as it is
         self._warned: set[Path] = set()
         self._file: TextIO | None = None
-        self._reopen(done)
+        self.rewind(done)
 
     def append(self, metrics: StepMetrics) -> None:
         fields = {name: value for name, value in asdict(metrics).items() if value is not None}
@@ -132,17 +131,14 @@ class RunReport:
         with self._going_on(self._samples), self._samples.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
 
-    def rewind(self, done: int) -> None:
-        """Drops later steps: the run has gone back."""
-        self._reopen(done)
-
     def close(self) -> None:
         with self._going_on(self._metrics):
             if self._file:
                 self._file.close()
         self._write_page()
 
-    def _reopen(self, done: int) -> None:
+    def rewind(self, done: int) -> None:
+        """Drops later steps: the run has gone back, or begins there."""
         before = steps_up_to(self._metrics, done)
         del self._steps[:]
         for column in self._columns.values():
@@ -215,22 +211,17 @@ class RunReport:
 
     def _charts(self) -> Iterable[CurveChart | None]:
         charts = [
-            ("loss", "Loss", ".4g", {"training": "loss", "held out": "eval_loss"}),
-            ("lr", "Learning rate", ".3g", {"learning rate": "lr"}),
-            ("grad_norm", "Gradient norm", ".3g", {"gradient norm": "grad_norm"}),
-            ("tokens_per_s", "Tokens/s", ",.0f", {"tokens/s": "tokens_per_s"}),
+            ("loss", "Loss", "{:.4g}".format, {"training": "loss", "held out": "eval_loss"}),
+            ("lr", "Learning rate", "{:.3g}".format, {"learning rate": "lr"}),
+            ("grad_norm", "Gradient norm", "{:.3g}".format, {"gradient norm": "grad_norm"}),
+            ("tokens_per_s", "Tokens/s", "{:,.0f}".format, {"tokens/s": "tokens_per_s"}),
         ]
-        for key, title, form, curves in charts:
+        for key, title, write, curves in charts:
             series = [
                 Series(name=name, colour=colour, values=self._columns[column])
                 for (name, column), colour in zip(curves.items(), ("compute", "communicate"), strict=False)
             ]
-            write = partial(_written, form)
             yield curve_chart(key, title, self._steps, series, write, x_name="step", from_zero=key != "loss")
-
-
-def _written(form: str, value: float) -> str:
-    return format(value, form)
 
 
 def steps_up_to(path: Path, done: int) -> list[dict[str, Any]]:

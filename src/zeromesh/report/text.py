@@ -33,11 +33,8 @@ def print_plan(planned: Planned, then: Sequence[tuple[str, Planned]] = (), *, co
     _candidates(console, planned.candidates)
     _details(console, planned.best)
     console.print("why the others lose")
-    for reason in planned.why:
-        head = Text.assemble(
-            (reason.name, _COLOURS[reason.outcome]), "  ", (reason.strategy, "cyan"), "  ", reason.text
-        )
-        console.print(head)
+    for why in planned.why:
+        console.print(Text.assemble((why.name, _COLOURS[why.outcome]), "  ", (why.strategy, "cyan"), "  ", why.text))
     console.print(Text(search_note(planned), style="dim"))
 
 

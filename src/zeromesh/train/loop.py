@@ -242,9 +242,8 @@ class Trainer:
         self.model.train()
         loss_sum = self._forward_backward(self.counts.batch(step))
         norm = clip_grad_norm_(self.model, self.config.optimizer.clip_norm or float("inf"))
-        asked = torch.full_like(
-            loss_sum, self._stop_asked or asked_by() > 0
-        )  # by a kernel: a copy waits for the device
+        # By a kernel: a copy waits for the device.
+        asked = torch.full_like(loss_sum, self._stop_asked or asked_by() > 0)
         totals = self._summed("adding up the loss", torch.stack([loss_sum, asked]))
         # Before the optimizer's step: all ranks must decide alike whether there is one.
         loss, stops, grad_norm = torch.stack([*totals, norm.to(totals)]).tolist()
