@@ -19,7 +19,7 @@ _PLACE = "AutogradPrivateUse1"
 
 @cache
 def fuse_attention() -> Any:
-    """Gives it to the device of this process; kept as long as the returned library."""
+    """Gives it to the device of this process; kept as long as the returned libraries."""
     library: Any = torch.library.Library("zeromesh", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it so
     inputs = "Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal"
     library.define(f"scaled_dot_product({inputs}) -> (Tensor, Tensor)")
@@ -29,13 +29,9 @@ def fuse_attention() -> Any:
     torch.library.impl(_FORWARD, "Meta", _shapes, lib=library)
     torch.library.impl(_BACKWARD, "Meta", _shapes_backward, lib=library)
     torch.library.register_autograd(_FORWARD, _differentiate, setup_context=_keep, lib=library)
-    torch.library.impl("aten::scaled_dot_product_attention", _PLACE, _attention, lib=_of_aten())
-    return library
-
-
-@cache
-def _of_aten() -> torch.library.Library:
-    return torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch leaves it so
+    aten: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # as above
+    torch.library.impl("aten::scaled_dot_product_attention", _PLACE, _attention, lib=aten)
+    return library, aten
 
 
 def _attention(

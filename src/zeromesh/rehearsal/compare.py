@@ -36,7 +36,8 @@ def _order(rehearsals: Sequence[Rehearsal]) -> list[str]:
     for other in rehearsals[1:]:
         place = differing(first.calls, other.calls)
         if place is not None:
-            here, there = (_named(calls, place) for calls in (first.calls, other.calls))
+            every = (first.calls, other.calls)
+            here, there = (str(calls[place]) if place < len(calls) else "none" for calls in every)
             found.append(
                 f"ranks {first.rank} and {other.rank} issue different collectives, of which each would wait for the "
                 f"other: as number {place + 1} of a step {here} on rank {first.rank}, {there} on rank {other.rank}"
@@ -50,7 +51,3 @@ def differing(first: Sequence[Call], other: Sequence[Call]) -> int | None:
         if one != two:
             return index
     return None if len(first) == len(other) else min(len(first), len(other))
-
-
-def _named(calls: Sequence[Call], place: int) -> str:
-    return str(calls[place]) if place < len(calls) else "none"

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from torch import Tensor
-
 from zeromesh.cluster import Cluster
 from zeromesh.cost.collective import FREE, CollectiveCost, Operation
 from zeromesh.cost.compute import ComputeModel
@@ -61,10 +59,6 @@ class Hardware:
             self.constants, messages=self.cluster.messages, communicators=communicators, dynamic_bytes=0.0
         )
         return overhead.total_bytes
-
-    def copy_seconds(self, copied: Tensor) -> float:
-        """Between the device and its host's memory."""
-        return copied.nbytes / self.constants.host_copy_bytes_per_s
 
     def require_levels(self, axes: Sequence[Axis]) -> None:
         """Raises InputError for an axis, of the mesh of a part say, that is no level of the cluster."""

@@ -77,9 +77,8 @@ class KernelModel:
         if shapes is not None:
             return compute.product(*(max(1.0, n) for n in shapes(*args)), flops=flops, backward=backward)
         if "scaled_dot_product" in packet.__name__:
-            return compute.attention(
-                flops / 2 if named.get("is_causal") else flops, backward=_BACKWARD in packet.__name__
-            )
+            flops /= 2 if named.get("is_causal") else 1
+            return compute.attention(flops, backward=_BACKWARD in packet.__name__)
         return flops / (compute.matrix_flops * compute.constants.matmul_share)
 
     def moves(self, function: OpOverload | None) -> bool:

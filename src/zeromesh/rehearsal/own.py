@@ -21,11 +21,8 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
-def _in_notebook(found: Rehearsal) -> str:
-    return framed(rehearsal_page([found], failures_of([found])))
-
-
-Rehearsal._repr_html_ = _in_notebook  # type: ignore[attr-defined]  # for IPython alone
+# For IPython alone.
+Rehearsal._repr_html_ = lambda self: framed(rehearsal_page([self], failures_of([self])))  # type: ignore[attr-defined]
 
 
 def rehearse(

@@ -283,6 +283,4 @@ class Rehearsal:
 
 
 def _kinds(lines: Sequence[MemoryLine]) -> dict[str, dict[str, int]]:
-    return {
-        line.kind: {"predicted_bytes": line.predicted_bytes, "allocated_bytes": line.allocated_bytes} for line in lines
-    }
+    return {one.kind: {"predicted_bytes": one.predicted_bytes, "allocated_bytes": one.allocated_bytes} for one in lines}

@@ -8,12 +8,11 @@ from rich.console import Console
 from rich.text import Text
 
 from zeromesh.rehearsal.result import COMPUTE, Memory, Peak, Rehearsal
-from zeromesh.report.build import timeline
+from zeromesh.report.build import KINDS, timeline
 from zeromesh.report.page import Bar, Fact, MemoryChart, Page, Remark, Section, Table
 from zeromesh.report.text import rich_table
 from zeromesh.units import format_bytes, format_seconds
 
-_KINDS = ("params", "grads", "optimizer", "buffers", "activations", "overhead")
 _READS = 20
 """Lines of code at which the host waits that are listed."""
 
@@ -95,7 +94,9 @@ def _sections(first: Rehearsal) -> tuple[Section, ...]:
         Section(key="launches", title="Launches a step, the most of any block", table=_launches(first)),
     ]
     if first.host_reads:
-        found.append(Section(key="reads", title="Where the host waits for the device", table=_reads(first)))
+        rows = tuple((read.where, read.what, f"{read.count:,}") for read in first.host_reads[:_READS])
+        reads = Table(heads=("line", "what", "times a step"), rows=rows)
+        found.append(Section(key="reads", title="Where the host waits for the device", table=reads))
     return tuple(found)
 
 
@@ -156,13 +157,6 @@ def _launches(first: Rehearsal) -> Table:
     return Table(heads=("lane", "launches"), rows=rows)
 
 
-def _reads(first: Rehearsal) -> Table:
-    return Table(
-        heads=("line", "what", "times a step"),
-        rows=tuple((read.where, read.what, f"{read.count:,}") for read in first.host_reads[:_READS]),
-    )
-
-
 def _facts(first: Rehearsal) -> tuple[Fact, ...]:
     memory = first.memory
     beside = ", context and communicators included" if memory.overhead_bytes else ""
@@ -179,15 +173,15 @@ def _facts(first: Rehearsal) -> tuple[Fact, ...]:
 
 
 def _chart(memory: Memory, cluster: str) -> MemoryChart:
-    held = dict.fromkeys(_KINDS, 0.0) | {kind.kind: float(kind.allocated_bytes) for kind in memory.kinds}
+    held = dict.fromkeys(KINDS, 0.0) | {kind.kind: float(kind.allocated_bytes) for kind in memory.kinds}
     rest = held | {"overhead": memory.overhead_bytes}
     peak = rest | {"activations": float(memory.peak.allocated_bytes - memory.allocated_bytes)}
     most = max(sum(peak.values()), memory.limit_bytes or 0.0) * 1.05
     bars = (Bar.of("between steps", rest, most), Bar.of(f"at the peak: {memory.peak.place}", peak, most))
     if memory.limit_bytes is None:
-        return MemoryChart(kinds=_KINDS, bars=bars)
+        return MemoryChart(kinds=KINDS, bars=bars)
     return MemoryChart(
-        kinds=_KINDS,
+        kinds=KINDS,
         bars=bars,
         limit=100 * memory.limit_bytes / most,
         limit_label=f"{format_bytes(memory.limit_bytes)} usable of a device of {cluster}",

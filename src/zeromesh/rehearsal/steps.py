@@ -14,13 +14,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from zeromesh import simdev
 from zeromesh.cluster import Cluster
@@ -48,6 +49,7 @@ _COMMUNICATORS = 2
 class _Found:
     """The results of the steps so far."""
 
+    overhead_bytes: float = 0.0
     host_s: float = 0.0
     retries: int = 0
     axes: tuple[TrafficLine, ...] = ()
@@ -64,32 +66,26 @@ class Peaks:
 
     Attributes:
         host_bytes: the most of the host's memory.
+        by_place: each place's.
+        growth: in the order of time, where more was reserved than before.
     """
 
     def __init__(self) -> None:
         self.host_bytes = 0
-        self._by_place: dict[Place, Peak] = {}
-        self._growth: list[Peak] = []
+        self.by_place: dict[Place, Peak] = {}
+        self.growth: list[Peak] = []
         simdev.reset_peak_memory()
 
     def left(self, place: Place) -> None:
         """Attributes the memory peak since the last place was left to this one."""
         stats = simdev.memory_stats()
         now = Peak(place=place, allocated_bytes=stats.peak_allocated_bytes, reserved_bytes=stats.peak_reserved_bytes)
-        before = self._by_place.get(place, now)
-        self._by_place[place] = max(now, before, key=lambda peak: peak.allocated_bytes)
-        if not self._growth or now.reserved_bytes > self._growth[-1].reserved_bytes:
-            self._growth.append(now)
+        before = self.by_place.get(place, now)
+        self.by_place[place] = max(now, before, key=lambda peak: peak.allocated_bytes)
+        if not self.growth or now.reserved_bytes > self.growth[-1].reserved_bytes:
+            self.growth.append(now)
         self.host_bytes = max(self.host_bytes, simdev.memory_stats(host=True).peak_allocated_bytes)
         simdev.reset_peak_memory()
-
-    def all(self) -> tuple[Peak, ...]:
-        """By place."""
-        return tuple(self._by_place.values())
-
-    def growth(self) -> tuple[Peak, ...]:
-        """In the order of time, where more was reserved than before."""
-        return tuple(self._growth)
 
 
 class Stage:
@@ -104,14 +100,7 @@ class Stage:
         self.peaks = Peaks()
         self.places = Places(self.peaks.left)
 
-    def take(
-        self,
-        step: Callable[[], object],
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        rank: int,
-    ) -> Rehearsal:
+    def take(self, step: Callable[[], object], model: nn.Module, optimizer: Optimizer, *, rank: int) -> Rehearsal:
         """Rehearses steps of a sharded model: [Note: Steps].
 
         Args:
@@ -128,14 +117,16 @@ class Stage:
         _forget_values(engine)
         hardware, groups = self.hardware, engine.backend.groups.values()
         communicators = _COMMUNICATORS * sum(group.lender is None for group in groups)
-        overhead_bytes = 0.0 if hardware is None else hardware.overhead_bytes(communicators)
-        room = nullcontext() if hardware is None else simdev.memory_limit(int(hardware.limit_bytes - overhead_bytes))
+        room: AbstractContextManager[object] = nullcontext()
+        if hardware is not None:
+            found.overhead_bytes = hardware.overhead_bytes(communicators)
+            room = simdev.memory_limit(int(hardware.limit_bytes - found.overhead_bytes))
         with room, self.places.follow(engine):
             try:
                 self._take(step, model, engine, found)
             except Exception as error:  # the user's code: it would raise the same on a cluster
                 found.failures.append(f"in {self.places.now}: {_said(error)}")
-        return self._result(engine, model, optimizer, found, rank, overhead_bytes)
+        return self._result(engine, model, optimizer, found, rank)
 
     def _take(self, step: Callable[[], object], model: nn.Module, engine: Engine, found: _Found) -> None:
         step()
@@ -150,17 +141,6 @@ class Stage:
         found.races = tuple(dict.fromkeys(str(race) for race in checker.races))
         found.early_frees = tuple(dict.fromkeys(str(free) for free in checker.early_frees))
         found.host_reads = host_reads(checker)
-        found.watch = self._record(step, engine)
-        if self.hardware is not None:
-            whole_s = found.watch.step_s
-            found.timed = replay(
-                found.watch.issued,
-                label=f"{engine.schedule.strategy} on {self.hardware.cluster.name} (rehearsed)",
-                cores=self.hardware.cluster.device.cores,
-                host_scale=found.host_s / whole_s if whole_s else 1.0,
-            )
-
-    def _record(self, step: Callable[[], object], engine: Engine) -> Watch:
         watch = Watch(
             places=self.places,
             hardware=self.hardware,
@@ -172,7 +152,15 @@ class Stage:
                 watch.begin()
                 step()
                 watch.end()
-        return watch
+        found.watch = watch
+        if self.hardware is not None:
+            whole_s = watch.step_s
+            found.timed = replay(
+                watch.issued,
+                label=f"{engine.schedule.strategy} on {self.hardware.cluster.name} (rehearsed)",
+                cores=self.hardware.cluster.device.cores,
+                host_scale=found.host_s / whole_s if whole_s else 1.0,
+            )
 
     def _host(self, lines: Iterable[MemoryLine]) -> HostMemory:
         found = HostMemory(kinds=tuple(lines), peak_bytes=self.peaks.host_bytes)
@@ -182,17 +170,8 @@ class Stage:
         ranks = self.hardware.cluster.machine_devices
         return replace(found, ranks=ranks, limit_bytes=limit if isfinite(limit) else None)
 
-    def _result(
-        self,
-        engine: Engine,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        found: _Found,
-        rank: int,
-        overhead_bytes: float,
-    ) -> Rehearsal:
-        hardware, layout = self.hardware, engine.schedule.layout
-        watch = found.watch
+    def _result(self, engine: Engine, model: nn.Module, optimizer: Optimizer, found: _Found, rank: int) -> Rehearsal:
+        hardware, layout, watch = self.hardware, engine.schedule.layout, found.watch
         last = found.timed[-1] if found.timed else None
         lines = [line for line in memory_report(model, optimizer) if line.kind not in ("total", "step")]
         host = None if engine.backend.host is None else self._host(line for line in lines if line.place == "host")
@@ -209,9 +188,9 @@ class Stage:
             memory=Memory(
                 kinds=tuple(line for line in lines if line.place == "device"),
                 rest_bytes=simdev.memory_stats().allocated_bytes,
-                peaks=self.peaks.all(),
-                growth=self.peaks.growth(),
-                overhead_bytes=overhead_bytes,
+                peaks=tuple(self.peaks.by_place.values()),
+                growth=tuple(self.peaks.growth),
+                overhead_bytes=found.overhead_bytes,
                 limit_bytes=None if hardware is None else hardware.limit_bytes,
                 retries=found.retries,
                 host=host,

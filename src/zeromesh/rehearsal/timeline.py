@@ -20,7 +20,6 @@ from typing import Literal
 from zeromesh.cost.collective import CollectiveCost
 from zeromesh.errors import InternalError
 from zeromesh.rehearsal.result import COMPUTE, Place
-from zeromesh.schedule.transfer import COPIES
 from zeromesh.simulator.network import Job, Network, Work
 from zeromesh.trace import Event, Trace
 
@@ -150,10 +149,8 @@ class _Stream:
 class _Device:
     """[Note: Clocks of streams]."""
 
-    def __init__(self, cores: float | None, *, implicit: bool) -> None:
+    def __init__(self, cores: float | None) -> None:
         self.network = Network(self._sent, cores)
-        self.implicit = implicit
-        self.launched = deque[_Queued]()  # collectives that have not begun, if their order is kept
         self.streams: defaultdict[int, _Stream] = defaultdict(_Stream)
         self._sending: dict[Job, _Queued] = {}
 
@@ -162,10 +159,7 @@ class _Device:
         return self.network.now_s
 
     def put(self, stream: int, item: Kernel | Communication | _Mark | _Wait, rows: _Rows) -> None:
-        queued = _Queued(item, self.now_s, rows)
-        self.streams[stream].queue.append(queued)
-        if self.implicit and isinstance(item, Communication) and item.lane not in COPIES:
-            self.launched.append(queued)
+        self.streams[stream].queue.append(_Queued(item, self.now_s, rows))
 
     def mark(self, stream: int, rows: _Rows) -> _Mark:
         """The end of all that the stream has been given so far."""
@@ -178,26 +172,22 @@ class _Device:
         self.settle()
         while self.now_s < seconds - _MOMENT_S:
             self.go_on(seconds)
-            self.settle()
 
     def come_to(self, marks: Sequence[_Mark]) -> None:
         """All of them."""
         self.settle()
         while any(mark.done_s is None for mark in marks):
             self.go_on(inf)
-            self.settle()
 
     def settle(self) -> None:
         """All that needs no time: items that are over leave their streams, those that may begin do."""
         moved = True
         while moved:  # the progress of one stream may let another go on
-            held = len(self.launched)
             moved = False
             for number, stream in self.streams.items():
                 while stream.queue and self._is_over(number, stream, stream.queue[0]):
                     stream.queue.popleft()
                     stream.free_s, moved = self.now_s, True
-            moved = moved or len(self.launched) < held
 
     def _is_over(self, number: int, stream: _Stream, queued: _Queued) -> bool:
         match queued.item:
@@ -218,10 +208,6 @@ class _Device:
                     queued.rows.computed(kernel, queued.started_s, self.now_s)
             case Communication() as sent:
                 if queued.job is None:
-                    if queued in self.launched:
-                        if self.launched[0] is not queued:
-                            return False
-                        self.launched.popleft()
                     work = Work(sent.operation, (sent.axis,), sent.cost, (sent.sent_bytes,))
                     queued.job = Job((work,), 0, sent.micro_batch, sent.lane)
                     self._sending[queued.job] = queued
@@ -248,15 +234,11 @@ class _Device:
             assert head.left_s is not None
             left_s = head.left_s - done
             head.left_s = left_s if left_s > _MOMENT_S else 0.0
+        self.settle()
 
 
 def replay(
-    issued: Iterable[Issued],
-    *,
-    label: str,
-    cores: float | None = None,
-    host_scale: float = 1.0,
-    launch_order: Literal["none", "implicit"] = "none",
+    issued: Iterable[Issued], *, label: str, cores: float | None = None, host_scale: float = 1.0
 ) -> tuple[TimedStep, ...]:
     """The steps of a recording as they would run, each a trace that begins where the one before has ended.
 
@@ -265,9 +247,8 @@ def replay(
         label: of the traces.
         cores: of the device, where they move the bytes.
         host_scale: seconds of the host for one of the recording, which takes time itself.
-        launch_order: of collectives: [Note: Launch order] of `zeromesh.simulator.network`.
     """
-    device, events = _Device(cores, implicit=launch_order == "implicit"), dict[int, _Mark]()
+    device, events = _Device(cores), dict[int, _Mark]()
     rows, ended = _Rows(), list[tuple[_Rows, _Mark, float]]()
     at_s = host_s = 0.0
     for item in issued:
@@ -319,25 +300,24 @@ class _Rows:
         self._open = (kernel, start, end)
 
     def communicated(self, job: Communication, start: float, end: float) -> None:
-        self._events.append(
-            Event(
-                name=f"{job.lane} {job.operation}",
-                kind="communicate",
-                resource=f"{job.lane}/{job.axis}",
-                start_s=start,
-                end_s=end,
-                unit=job.unit,
-                micro_batch=job.micro_batch,
-                axis=job.axis,
-                sent_bytes=job.sent_bytes,
-            )
+        event = Event(
+            name=f"{job.lane} {job.operation}",
+            kind="communicate",
+            resource=f"{job.lane}/{job.axis}",
+            start_s=start,
+            end_s=end,
+            unit=job.unit,
+            micro_batch=job.micro_batch,
+            axis=job.axis,
+            sent_bytes=job.sent_bytes,
         )
+        self._events.append(event)
 
     def waited(self, start: float, end: float) -> None:
         """The computation stands still."""
         unit = self._open[0].place.unit if self._open is not None else None
         self._close()
-        self._add("wait", "wait", start, end, unit, -1)
+        self._events.append(Event(name="wait", kind="wait", resource=COMPUTE, start_s=start, end_s=end, unit=unit))
 
     def cut(self, label: str, start_s: float) -> Trace:
         """All of it, from where the step begins."""
@@ -348,19 +328,13 @@ class _Rows:
     def _close(self) -> None:
         if self._open is not None:
             (kernel, start, end), self._open = self._open, None
-            self._add(kernel.place.phase, "compute", start, end, kernel.place.unit, kernel.micro_batch)
-
-    def _add(
-        self, name: str, kind: Literal["compute", "wait"], start: float, end: float, unit: str | None, micro_batch: int
-    ) -> None:
-        self._events.append(
-            Event(
-                name=name,
-                kind=kind,
+            event = Event(
+                name=kernel.place.phase,
+                kind="compute",
                 resource=COMPUTE,
                 start_s=start,
                 end_s=end,
-                unit=unit,
-                micro_batch=micro_batch,
+                unit=kernel.place.unit,
+                micro_batch=kernel.micro_batch,
             )
-        )
+            self._events.append(event)

@@ -20,8 +20,7 @@ from zeromesh.train.loop import build_language_model, make_trainer, plan_run
 def rehearse_rank(_store_file: Path | None, *, config: str, rank: int) -> dict[str, Any]:
     """The task of a process that rehearses one rank; the rehearsal as JSON holds it."""
     found = rehearse_training(TrainConfig.model_validate_json(config), rank)
-    adapter = TypeAdapter(Rehearsal)
-    dumped: dict[str, Any] = adapter.dump_python(found, mode="json")
+    dumped: dict[str, Any] = TypeAdapter(Rehearsal).dump_python(found, mode="json")
     return dumped
 
 

@@ -22,14 +22,7 @@ from zeromesh.strategy import Axis
 EVERYONE = "mesh"
 """The name of the group of all ranks, beside those of the axes."""
 
-_NO_KERNEL = (
-    "aten::empty",
-    "aten::new_empty",
-    "aten::resize_",
-    "aten::set_",
-    "aten::_local_scalar_dense",
-    "aten::lift",
-)
+_NOTHING = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::set_", "aten::_local_scalar_dense", "aten::lift")
 """How the names of operators begin for which a device launches nothing."""
 
 _COPIES = ("copy to the host", "copy from the host")
@@ -44,13 +37,8 @@ _ORDERS: dict[str, OrderKind] = {
 }
 """The device's words for orders, and the timeline's."""
 
-_OPERATIONS: dict[str, Operation] = {
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "broadcast": "broadcast",
-}
-"""The cost model's names of the device's operations; all others count as all-to-all."""
+_OPERATIONS: tuple[Operation, ...] = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+"""The device's operations that the cost model knows by the same names; all others count as all-to-all."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,14 +92,13 @@ class Watch:
             case recorder.Collective():
                 self._collective(entry)
             case recorder.Order():
-                self.issued.append(
-                    Order(at_s=self.host_s, kind=_ORDERS[entry.kind], stream=entry.stream, event=entry.event)
-                )
+                order = Order(at_s=self.host_s, kind=_ORDERS[entry.kind], stream=entry.stream, event=entry.event)
+                self.issued.append(order)
         self._left_s = time.process_time()
 
     def _kernel(self, kernel: recorder.Kernel) -> None:
         operator = _operator(kernel.name)
-        if kernel.name.startswith(_NO_KERNEL) or (operator is not None and operator.is_view):
+        if kernel.name.startswith(_NOTHING) or (operator is not None and operator.is_view):
             return
         seconds, moving = 0.0, False
         if self.hardware is not None:
@@ -119,7 +106,7 @@ class Watch:
             result = kernel.results[0] if len(kernel.results) == 1 else kernel.results
             backward = self.places.now.phase == "backward"
             seconds = (
-                self.hardware.copy_seconds(kernel.arguments[0])
+                kernel.arguments[0].nbytes / self.hardware.constants.host_copy_bytes_per_s
                 if kernel.name in _COPIES
                 else self.hardware.kernels.seconds(operator, kernel.arguments, result, backward=backward)
             )
@@ -139,13 +126,12 @@ class Watch:
     def _collective(self, sent: recorder.Collective) -> None:
         # Our groups say their axis and their purpose, and a mesh's its dimension, which may be several axes.
         own, dimension = sent.group.rpartition(" ")[0], sent.group.removeprefix("mesh_")
-        over = (
-            [axis for axis in self.whole if axis.mesh_axis == dimension] if own not in self.axes else [self.axes[own]]
-        )
+        over = [self.axes[own]] if own in self.axes else [axis for axis in self.whole if axis.mesh_axis == dimension]
         axis = EVERYONE if not over else over[0].name if len(over) == 1 else dimension
         self.calls.append(Call(axis=axis, operation=sent.name, sent_bytes=sent.sent_bytes))
         self._launched()
-        operation, cost = _OPERATIONS.get(sent.name, "all_to_all"), FREE
+        operation: Operation = next((known for known in _OPERATIONS if known == sent.name), "all_to_all")
+        cost = FREE
         if self.hardware is not None and sent.ranks > 1:
             cost = self.hardware.collective(
                 over or self.whole, operation, whole_bytes(operation, sent.ranks, sent.sent_bytes)

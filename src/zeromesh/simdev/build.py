@@ -53,9 +53,8 @@ def missing() -> str | None:
     """A missing requirement for building the device; None if there is none, or it is built already."""
     if (_directory() / DONE).exists():
         return None
-    lacking = [
-        name for name, found in (("a C++ compiler (g++ or clang++)", _compiler()), ("ninja", _ninja())) if not found
-    ]
+    needed = (("a C++ compiler (g++ or clang++)", _compiler()), ("ninja", _ninja()))
+    lacking = [name for name, found in needed if not found]
     if not lacking:
         return None
     return (

@@ -164,14 +164,6 @@ def test_a_step_begins_where_the_computation_has_ended_the_one_before() -> None:
     assert second.trace.seconds(kind="wait") == 7.0
 
 
-def test_launch_order_lets_a_gather_wait_for_refreshes_that_wait_for_their_stream() -> None:
-    refresh = gather(0.0, 4.0, level=1, stream=2, lane="refresh")
-    for refreshes, seconds in ((1, 2.0), (2, 6.0), (3, 10.0)):
-        issued = (*[refresh] * refreshes, gather(0.0, 1.0), *after(7, of=1, stream=0), kernel(1.0))
-        assert run(*issued).seconds == 2.0
-        assert run(*issued, launch_order="implicit").seconds == seconds
-
-
 # ---- A wrong rehearsal is refused before any process starts, in one message
 
 
