@@ -341,6 +341,7 @@ def _perform(rank: int, job: _Job) -> Any:
     fn = _bodies.get((job.module, job.name)) or getattr(module, job.name)
     args, kwargs = pickle.loads(job.payload)
     _join(rank, job)
+    torch.manual_seed(0)  # a test before may have drawn numbers on some ranks alone
     with warnings.catch_warnings():
         warnings.simplefilter(os.environ.get("ZEROMESH_TEST_WARNINGS", "error"))  # type: ignore[arg-type]  # "default"
         return fn(*args, **kwargs)
