@@ -79,6 +79,7 @@ _NEEDLESS = re.compile(
 """Keys that need no equivalent: of what zeromesh does by itself, or of launchers and loggers."""
 
 _TAKE_NOTHING = (
+    "checkpoint.keep",
     "model.activation_checkpointing",
     "optimizer.clip_norm",
     "optimizer.final_lr_ratio",
@@ -283,6 +284,8 @@ def _imported(
         if key.endswith("gradient_accumulation_steps"):  # zeromesh has it from the batch of all ranks
             known = value == 1 or "train_batch_size" in has
             without += [] if known else [f"{key} = {value}: set batch.global_sequences, of all ranks and micro-batches"]
+        elif ours == "checkpoint.keep" and value == 0:
+            without.append(f"{key} = 0: set checkpoint.keep to as many as the run saves, to keep all of them")
         elif ours is None:
             without += [] if _NEEDLESS.fullmatch(key) else [f"{key} = {value}"]
         elif not (ours.startswith("--") and value == 1):

@@ -23,7 +23,7 @@ _TASK = "zeromesh.rehearsal.training:rehearse_rank"
 
 
 def rehearse_config(
-    path: Path, overrides: Sequence[str] = (), *, world: int = 0, ranks: Sequence[int] = (0,)
+    path: Path, overrides: Sequence[str] = (), *, world: int = 0, ranks: Sequence[int] = (0,), traced: bool = False
 ) -> list[Rehearsal]:
     """Rehearses a step of a configured run on each of `ranks`.
 
@@ -31,6 +31,7 @@ def rehearse_config(
         path, overrides: of the configuration, as `zeromesh train` takes them.
         world: that the mesh must have; 0 for any.
         ranks: at least one.
+        traced: its timeline is asked for.
 
     Raises:
         InputError: the configuration is wrong, the mesh has another number of ranks or not those ranks, or the virtual
@@ -45,6 +46,8 @@ def rehearse_config(
             raise MeshError(f"--rank: ranks of this mesh are 0 to {config.world - 1}, got {rank}")
     if config.cluster:
         config.hardware()
+    elif traced:
+        raise InputError("--trace needs a cluster whose time is shown: give --cluster NAME")
     with progress("rehearsing"):
         return [_rehearse(config, rank) for rank in dict.fromkeys(ranks)]
 

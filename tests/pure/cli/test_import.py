@@ -171,6 +171,8 @@ def test_off_is_said_where_our_default_is_not_off(write: Any) -> None:
     text = TITAN.replace('"full"', '"none"').replace("[lr_scheduler]", "[lr_scheduler]\nmin_lr_factor = 0.0")
     keys = read_foreign(write("t.toml", text)).keys
     assert (keys["model.activation_checkpointing"], keys["optimizer.final_lr_ratio"]) == ("none", 0.0)
+    kept = read_foreign(write("k.toml", TITAN.replace("interval = 250", "keep_latest_k = 0")))
+    assert "checkpoint.keep" not in kept.keys and any("keep_latest_k = 0: set" in line for line in kept.without)
 
 
 def test_accelerate_leads_to_its_deepspeed_file(write: Any) -> None:

@@ -184,6 +184,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], {"world": 1024}, "mesh cluster=2 x node=2 has 4 ranks, but --world asks for 1024; .*--set mesh"),
         ([], {"ranks": (0, 4)}, "--rank: ranks of this mesh are 0 to 3, got 4"),
         (["strategy=node=3,rack=1"], {}, "rack"),
+        ([], {"traced": True}, "--trace needs a cluster whose time is shown"),
         (
             ["mesh={node=4}", "strategy=node=3", "cluster=a800-8x-hdr"],
             *({}, "outermost first cluster, node; the mesh has node"),
