@@ -316,8 +316,8 @@ def test_a_wait_that_is_interrupted_leaves_the_save_under_way(tmp_path: Path, mo
     main = threading.get_ident()
     interrupted: list[bool] = []  # an Event's lock could be held when the next signal comes
 
-    def interrupts(*_: Any) -> None:  # as Ctrl-C, once
-        if not interrupted:
+    def interrupts(_: int, frame: Any) -> None:  # as Ctrl-C, once; not in a callback of weakref, where it would be lost
+        if not interrupted and frame.f_code.co_name != "remove":
             interrupted.append(True)
             raise KeyboardInterrupt
 
