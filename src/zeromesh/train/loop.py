@@ -429,7 +429,8 @@ class Trainer:
             f"{config.strategy}",
             f"{corpus.num_documents:,} documents, {tokens:,} tokens; vocabulary {vocabulary:,}",
             f"{self.tokens:,} tokens a step: {config.micro_batches} micro-batch{'es' * (config.micro_batches != 1)} of "
-            f"{micro} {config.data.seq_len} on each of {config.world} ranks ({device_name(self.ranks.device)})",
+            f"{micro} {config.data.seq_len}",
+            f"on each of {config.world} ranks ({device_name(self.ranks.device)})",
             *[f"all {config.run.steps} steps are done: nothing is left to do"] * (done >= config.run.steps),
         ]
 
