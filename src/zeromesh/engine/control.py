@@ -361,7 +361,8 @@ def _naming(group: dist.ProcessGroup) -> Iterator[None]:
 
 @cache
 def _stream(device: torch.device) -> torch.Stream:
-    """One for all steps: memory that is freed on a stream is used again by that stream alone."""
+    """One for all steps: memory that is freed on a stream is used again by that stream alone. A device hands out 32 in
+    turn, so of a process's many models one may have it for a lane too, for which words then wait."""
     return torch.Stream(device, priority=-1)  # as lanes: hosts wait for it
 
 
