@@ -49,7 +49,8 @@ def _step_s(setup: Setup, idle_s: float, engine: str | Mechanics) -> float | Non
     few = FEW_BLOCKS + (len(row) - FEW_BLOCKS) % period
     if few + period > len(row):
         return None
-    units = [replace(unit, count=few) if unit.kind is UnitKind.BLOCK else unit for unit in setup.part.model.units]
+    less = len(row) - few  # a block that is joined with the root is in no row
+    units = [replace(u, count=u.count - less) if u.kind is UnitKind.BLOCK else u for u in setup.part.model.units]
     part = replace(setup.part, model=replace(setup.part.model, units=tuple(units)))
     short = Setup.of(setup.division, part, setup.strategy, setup.workload, engine, setup.constants)
     of_few = Repeats(row=row[:few], period=period)

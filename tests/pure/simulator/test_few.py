@@ -57,10 +57,10 @@ def test_what_few_blocks_tell_is_what_all_do(data: st.DataObject) -> None:
         assert found == pytest.approx((whole.step_s, whole.memory.total, whole.host_memory_bytes), rel=1e-9), strategy
 
 
-def llama_divided(pp: int = 1) -> tuple[Division, FixedWorkload]:
+def llama_divided(pp: int = 1, model: str = "llama-7b") -> tuple[Division, FixedWorkload]:
     cluster, parallel = find_cluster("a800-8x-hdr").take(64), Parallel(pp=pp)
     work = Workload(seq_len=4096, global_batch_tokens=4096 * 64 * 4).fixed(1, Recomputation.NONE, parallel)
-    return Division.of(preset("llama-7b"), cluster, parallel, seq_len=4096), work
+    return Division.of(preset(model), cluster, parallel, seq_len=4096), work
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,13 @@ def llama_divided(pp: int = 1) -> tuple[Division, FixedWorkload]:
 def test_few_blocks_tell_where_computation_is_the_bound(strategy: str, pp: int) -> None:
     """So that plans need not simulate all of them."""
     division, work = llama_divided(pp)
+    found, whole = simulate_few(division, strategy, work), simulate_divided(division, strategy, work)
+    assert found == pytest.approx((whole.step_s, whole.memory.total, whole.host_memory_bytes), rel=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["node=2,cluster=2", "node=1,cluster=0", "node=3,cluster=1"])
+def test_a_rank_in_the_middle_of_a_pipeline_joins_its_first_block_with_the_root(strategy: str) -> None:
+    division, work = llama_divided(4, "llama-65b")
     found, whole = simulate_few(division, strategy, work), simulate_divided(division, strategy, work)
     assert found == pytest.approx((whole.step_s, whole.memory.total, whole.host_memory_bytes), rel=1e-9)
 
