@@ -278,8 +278,8 @@ def _imported(
     layout = read(has)
     for key, value in has.items():
         ours = table.get(key)
-        nothing = value in (None, False, "none", "no", "", [], 0, -1, "Adam", "AdamW") and ours not in _TAKE_NOTHING
-        if nothing or key in has.asked:
+        off = value in (0, "none", "no") and (ours not in _TAKE_NOTHING or value is False)
+        if off or value in (None, "", [], -1, "Adam", "AdamW") or key in has.asked:
             continue
         if key.endswith("gradient_accumulation_steps"):  # zeromesh has it from the batch of all ranks
             known = value == 1 or "train_batch_size" in has

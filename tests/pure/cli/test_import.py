@@ -168,6 +168,9 @@ def test_off_is_said_where_our_default_is_not_off(write: Any) -> None:
     adamw = {"type": "AdamW", "params": {"weight_decay": 0.0}}
     keys = read_foreign(write("ds.json", json.dumps(ZERO3 | {"gradient_clipping": 0, "optimizer": adamw}))).keys
     assert (keys["optimizer.clip_norm"], keys["optimizer.weight_decay"]) == (0, 0.0)
+    for unset in (None, "", -1, False, "auto"):
+        keys = read_foreign(write("ds.json", json.dumps(ZERO3 | {"gradient_clipping": unset}))).keys
+        assert "optimizer.clip_norm" not in keys, unset
     text = TITAN.replace('"full"', '"none"').replace("[lr_scheduler]", "[lr_scheduler]\nmin_lr_factor = 0.0")
     keys = read_foreign(write("t.toml", text)).keys
     assert (keys["model.activation_checkpointing"], keys["optimizer.final_lr_ratio"]) == ("none", 0.0)
