@@ -82,7 +82,6 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
     clips = _clips_of(optimizer)
     own_of: dict[type[_Part], dict[str, Any]] = {}
     parts: dict[tuple[Any, int, type[_Part]], _Part] = {}
-    first = False
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if (grad := param.grad) is None:
@@ -101,7 +100,7 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
                 for clip in clips.values():
                     clip.wait()
                 return False
-            first = first or not dict.__contains__(optimizer.state, param)
+    first = any(part.first for part in parts.values())
     here, later = parts.pop(_HERE, None), sum(part.fresh for part in parts.values())
     for (engine, unit, kind), part in sorted(
         parts.items(), key=lambda item: item[0][0].schedule.order.index(item[0][1])
@@ -187,12 +186,13 @@ class _Part:
 
     Attributes:
         factor: of a clip, that the gradients are still to be multiplied by.
-        fresh: elements of parameters that have no state before the step.
+        first: whether the step makes a state.
+        fresh: elements of the parameters that have none before it.
         made_bytes: of states that the step has made for them.
     """
 
     factor: Tensor | None = None
-    fresh = made_bytes = 0
+    first, fresh, made_bytes = False, 0, 0
 
     def __init__(self, optimizer: Optimizer, attributes: Mapping[str, Any], backend: Any, unit: int) -> None:
         self._kind, self._whole, self._attributes = type(optimizer), optimizer.state, attributes
@@ -219,7 +219,8 @@ class _Part:
         if index not in self._groups:
             self._groups[index] = self.group(self._given[index])
         self._taken.append((index, param, plain, grad))
-        self.fresh += 0 if dict.__contains__(self._whole, param) else plain.numel()
+        if not dict.__contains__(self._whole, param):
+            self.first, self.fresh = True, self.fresh + plain.numel()
         return True
 
     def run(self, step: _Step) -> None:

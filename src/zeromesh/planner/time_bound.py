@@ -57,8 +57,8 @@ class Row(IntEnum):
     """Rows of a table, in seconds: of a lane per micro-batch and per step; of all gathers of a forward; of reductions
     that may end after their backward; of gathers that may come before their forward; of the root in each lane, and of
     the unit that runs first if it is one; of the level's links and of the device's memory, per micro-batch and per
-    step; and, no seconds, what the kernel that adds to the accumulated gradient takes at most of a collective, if a
-    micro-batch's last reduction is over that axis."""
+    step. The last row is a share instead: the most of a collective in which the kernel runs that adds to the
+    accumulated gradient, if a micro-batch's last reduction is over that axis."""
 
     GATHER_MICRO = 0
     GATHER_STEP = auto()
