@@ -88,7 +88,7 @@ def shard_model(sharding: Sharding, model: nn.Module) -> Any:
         with_blocks_only(sharding, model).shard(model)
         # Parameters that nobody casts are written as they compute, each in its own dtype.
         adapt(model, own if sharding.param_dtype is not None else None)
-    # Which libraries know of DistributedDataParallel: a micro-batch that is not the step's last.
+    # As DistributedDataParallel's, which libraries call for a micro-batch that is not the step's last.
     give_method(model, "no_sync", partial(accumulate, last=False))
     after = dict(model.named_parameters(remove_duplicate=False))
     shards = WeakIdKeyDictionary()
