@@ -11,7 +11,7 @@ def env() -> None:
     """Print versions, devices, and the environment variables of a run."""
     import torch
 
-    from zeromesh.comm.groups import SLOW_CTAS
+    from zeromesh.comm.groups import SLOW_CTAS, shared_splits
     from zeromesh.launch.device import CPU, backend_for, device_name, set_variables, visible_devices
     from zeromesh.measure.setting import read_setting
 
@@ -24,7 +24,8 @@ def env() -> None:
         "backend": backend_for(kind),
     }
     if kind.type == "cuda":
-        lines["communicators"] = f"between machines max_ctas={SLOW_CTAS}; inside, with register=True, cta_policy=ZERO"
+        between = "split_share=1" if shared_splits() else f"between machines max_ctas={SLOW_CTAS}"
+        lines["communicators"] = f"{between}; inside, with register=True, cta_policy=ZERO"
     for name, value in lines.items():
         print(f"{name}: {value}")
     before = dict(os.environ)

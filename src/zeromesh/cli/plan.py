@@ -44,6 +44,9 @@ def plan(
             help="Accept a simpler layout that is slower by at most this fraction; 0 recommends the fastest.",
         ),
     ] = 0.02,
+    robust: Annotated[
+        bool, _search(help="Where constants that measurements leave open decide, recommend the layout of least regret.")
+    ] = True,
     exact: Annotated[bool, _search(help="Simulate until the fastest layout is proven.")] = False,
     what_if: Annotated[
         list[str] | None,
@@ -89,6 +92,7 @@ def plan(
             top=top,
             trace=given.report is not None,
             within=within,
+            robust=robust,
             emit=(lambda plan: EMITTERS[other](plan, spec)) if other else None,
         )
 

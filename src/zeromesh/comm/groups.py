@@ -28,8 +28,9 @@ collectives come from other threads than the user's, and ranks would not agree o
 [Note: Options] NCCL's options depend on the level. Between machines, with one rank on each, a communicator feeds a
 network card. A few CTAs (blocks of a kernel) suffice for that, and the others stay with the computation. Devices that
 share NVLink with those of other machines have no such limit. Inside a machine, gathers of registered memory go by copy
-engines, without CTAs. Communicators do not share resources (`split_share`): NCCL launches those that do one after the
-other, and lanes would not overlap.
+engines, without CTAs. Communicators share buffers with the one they are split from if the user says so
+(NCCL_COMM_SPLIT_SHARE_RESOURCES): NCCL launches those that do one after the other, and lanes do not overlap. NCCL can
+crash where such a one has fewer CTAs than its parent (NVIDIA/nccl#2430), so there all have the same.
 
 [Note: Registered memory] A CUDA device's backend sends from registered memory, and receives into it, without staging.
 The memory is a pool of torch's allocator over the backend's own (`ncclMemAlloc`), registered with every communicator
@@ -41,6 +42,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -249,6 +251,11 @@ SLOW_CTAS = 4
 """NCCL's fewest channels are two; each brings some 25 GB/s to a network card, of which the fastest take 100."""
 
 
+def shared_splits() -> bool:
+    """Whether NCCL is told to share buffers between a communicator and those that are split off it."""
+    return os.environ.get("NCCL_COMM_SPLIT_SHARE_RESOURCES", "0") not in ("", "0")
+
+
 class Options(NamedTuple):
     """NCCL's options of a communicator: [Note: Options].
 
@@ -264,6 +271,7 @@ class Options(NamedTuple):
     def of(cls, machines: Sequence[str], *, registered: bool) -> Options:
         """Those for ranks on these machines."""
         apart = len(set(machines)) == len(machines) and not torch.cuda.get_device_name().startswith("NVIDIA GB")
+        apart = apart and not shared_splits()
         return cls(SLOW_CTAS if apart else 0, registered and len(set(machines)) == 1)
 
     def made(self, timeout_s: float) -> Any:

@@ -15,14 +15,18 @@ from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
 from zeromesh.planner.explain import Reason, compare, explain
 from zeromesh.planner.fixed import fastest as fastest_choices
 from zeromesh.planner.known import Known, known_strategies
+from zeromesh.planner.robust import CONTENDERS, Dependence, least_regret
 from zeromesh.planner.search import Found, Options, search
-from zeromesh.planner.simplest import WITHIN, one_of_each_kind, simplest
+from zeromesh.planner.simplest import WITHIN, as_simple, one_of_each_kind, simplest
 from zeromesh.planner.space import HOSTS, shares_of
 from zeromesh.planner.workload import Workload
 from zeromesh.progress import progress
 from zeromesh.simulator import Mechanics
 from zeromesh.strategy import Plan, Stage, Strategy
 from zeromesh.trace import Trace
+
+_NEAR = 1.25
+"""Layouts that are slower by more stay so wherever the constants lie within their ranges."""
 
 TRACED_MICRO_BATCHES = 4
 """Micro-batches shown in a timeline: the ones between are alike."""
@@ -40,6 +44,7 @@ class Planned:
         front: no other simulated candidate is both smaller and faster; smallest first.
         why: what the alternatives lose.
         found: counts and the gap.
+        depends: the unmeasured constant that the recommendation depends on most; None if it depends on none.
         limit_bytes: usable memory of a device.
         host_s: seconds of the best one's step that its shards in the host's memory cost; 0 if there are none.
         seconds: of planning.
@@ -55,6 +60,7 @@ class Planned:
     front: tuple[Estimate, ...]
     why: tuple[Reason, ...]
     found: Found
+    depends: Dependence | None
     limit_bytes: float
     host_s: float
     seconds: float
@@ -77,6 +83,7 @@ class Planned:
             "seconds": self.seconds,
             "why": [reason.to_json() for reason in self.why],
             "gap": self.found.gap,
+            "depends": self.depends and self.depends.to_json(),
             "pruned_by_memory": self.found.pruned_memory,
             "simulated": self.found.simulated,
             "memory_limit_bytes": self.limit_bytes,
@@ -130,6 +137,7 @@ def plan(
     top: int = 5,
     trace: bool = False,
     within: float = WITHIN,
+    robust: bool = True,
     emit: Callable[[Plan], object] | None = None,
 ) -> Planned:
     """The layout of `model` on `cluster` to run, and why the others lose: the simplest that is nearly as fast as the
@@ -144,6 +152,8 @@ def plan(
         top: candidates to simulate whole and list.
         trace: also give the best one's timeline.
         within: share of the fastest step that a simpler layout may take longer; 0 recommends the fastest.
+        robust: choose by the least regret where constants that measurements leave open decide
+            (`zeromesh.planner.robust`).
         emit: restricts the search to plans for which this call raises no InputError, as another engine runs them.
 
     Raises:
@@ -191,10 +201,17 @@ def plan(
         names = {each.strategy for host in HOSTS for each in known(host)}
         best = simplest(evaluator, found, names, within, options.max_simulations)
         found = found.again(evaluator, options.wires)
+    kinds = one_of_each_kind(evaluator, dict.fromkeys((best, found.best, *found.ranked)))
+    depends = None
+    if robust and within > 0:
+        simple = [each for each in kinds if each.step_s <= _NEAR * best.step_s and as_simple(evaluator, each, best)]
+        contenders = list(dict.fromkeys((best, *simple)))[:CONTENDERS]
+        longest_s = max(best.step_s, found.best.step_s * (1 + within))
+        best, depends = least_regret(evaluator, contenders, within, longest_s)
     first = list(dict.fromkeys((best, found.best)))
     why = explain(evaluator, best.candidate, known(best.candidate.strategy.host))
     shown = first.copy()
-    for kind in one_of_each_kind(evaluator, [*first, *found.ranked]):
+    for kind in kinds:
         if kind not in first and all(map(kind.differs, shown)):
             shown.append(kind)
     shown = shown[: max(1, top)]
@@ -214,6 +231,7 @@ def plan(
         front=found.front,
         why=tuple(why),
         found=found,
+        depends=depends,
         limit_bytes=evaluator.limit_bytes,
         host_s=best.step_s - evaluator.estimate(on_device).step_s,
         seconds=time.perf_counter() - start,

@@ -70,7 +70,7 @@ def simplest(
         within: share of the fastest step that a simpler layout may take longer.
         max_simulations: simulated at most; None: as many as it takes to prove that no simpler layout is near.
     """
-    most_bytes = min((1 - FREE) * evaluator.cluster.device.memory_bytes, evaluator.limit_bytes)
+    most_bytes = _most_bytes(evaluator)
     roomy = [(simplicity(evaluator, e, known), e) for e in found.ranked if e.memory_bytes <= most_bytes]
     fastest = found.best
     simulated = 0
@@ -87,6 +87,16 @@ def simplest(
             roomy.append((simplicity(evaluator, estimate, known), estimate))
     best = _simplest_near(roomy, fastest.step_s * (1 + within))
     return best[1] if best else fastest
+
+
+def as_simple(evaluator: Evaluator, estimate: Estimate, other: Estimate) -> bool:
+    """Whether an estimated layout leaves memory free and needs no more degrees, splits and wires than another."""
+    needs = [simplicity(evaluator, each, ())[:3] for each in (estimate, other)]
+    return needs[0] <= needs[1] and estimate.memory_bytes <= _most_bytes(evaluator)
+
+
+def _most_bytes(evaluator: Evaluator) -> float:
+    return min((1 - FREE) * evaluator.cluster.device.memory_bytes, evaluator.limit_bytes)
 
 
 def _simplest_near(

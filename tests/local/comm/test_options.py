@@ -39,6 +39,15 @@ def test_nvlink_between_machines_has_no_limit() -> None:
         assert Options.of(list("abcd"), registered=False) == Options()
 
 
+@pytest.mark.parametrize(("share", "most"), [("1", 0), ("0", SLOW_CTAS)])
+def test_communicators_that_share_buffers_all_have_the_same_ctas(
+    share: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_COMM_SPLIT_SHARE_RESOURCES", share)
+    with mock.patch.object(torch.cuda, "get_device_name", lambda: "NVIDIA H200"):
+        assert Options.of(list("abcd"), registered=False).max_ctas == most
+
+
 def test_as_torch_has_them() -> None:
     assert Options().made(60.0) is None
     with mock.patch.object(dist, "ProcessGroupNCCL", stand_in(NCCL_CTA_POLICY_ZERO=2), create=True):

@@ -194,6 +194,9 @@ def test_env_prints_what_is_set_and_what_a_run_would_set(
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
     env()
     printed = capsys.readouterr().out.splitlines()
+    monkeypatch.setenv("NCCL_COMM_SPLIT_SHARE_RESOURCES", "1")
+    env()
+    assert "communicators: split_share=1; inside" in capsys.readouterr().out
     assert {"cuda: 12.8", "nccl: 2.28.9", "devices: 1 x GPU 0, 1 x GPU 1"} <= set(printed)
     assert "NCCL_LAUNCH_ORDER_IMPLICIT=0" in printed
     assert "CUDA_DEVICE_MAX_CONNECTIONS=32  (set by zeromesh)" in printed
