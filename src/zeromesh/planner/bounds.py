@@ -31,8 +31,8 @@ from zeromesh.planner.time_bound import (
     LOST_ROWS,
     ComputeSeconds,
     Floats,
-    Known,
     Row,
+    Shared,
     TimeBound,
     operations,
 )
@@ -77,7 +77,7 @@ class Bounds:
     mechanics: Mechanics = ENGINES["zeromesh"]
     division: Division | None = None
     part: int = 0
-    known: Known = field(default_factory=lambda: Known(), compare=False)
+    known: Shared = field(default_factory=Shared, compare=False)
     host: Stage = Stage.ZERO
 
     @property

@@ -11,7 +11,7 @@ from zeromesh.errors import short_repr
 from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.planner.bounds import Bounds
-from zeromesh.planner.time_bound import Known
+from zeromesh.planner.time_bound import Shared
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator import Mechanics, Simulation, find_engine
 from zeromesh.simulator.division import Division
@@ -99,7 +99,7 @@ class Evaluator:
     _bounds: dict[tuple[tuple[str, ...], str, Parallel, Stage], tuple[Bounds, Bounds]] = field(
         default_factory=dict, init=False
     )
-    _known: Known = field(default_factory=Known, init=False)
+    _known: Shared = field(default_factory=Shared, init=False)
     _estimates: dict[Candidate, Estimate] = field(default_factory=dict, init=False)
     _simulations: dict[Candidate, Simulation] = field(default_factory=dict, init=False)
 

@@ -174,7 +174,7 @@ class ComputeSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class Shared:
     """State shared by the bounds of one workload on parts of one cluster, for one set of constants.
 
     Args:

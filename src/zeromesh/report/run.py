@@ -114,7 +114,7 @@ class RunReport:
         # JSON has no NaN and no infinity.
         finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in fields.items()}
         with self._going_on(self._metrics):
-            assert self._file is not None
+            self._file = self._file or self._metrics.open("a", encoding="utf-8")
             self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
         due = metrics.step == 1 or metrics.step % max(1, self._all // PLAIN_LINES) == 0 or metrics.step == self._all
@@ -139,18 +139,18 @@ class RunReport:
 
     def rewind(self, done: int) -> None:
         """Drops later steps: the run has gone back, or begins there."""
-        before = steps_up_to(self._metrics, done)
         del self._steps[:]
         for column in self._columns.values():
             del column[:]
-        for step in before:
-            self._add(step)
         with self._going_on(self._metrics):
             if self._file:
                 self._file.close()
+        self._file = None
         with self._going_on(self._metrics):
+            before = steps_up_to(self._metrics, done)
+            for step in before:
+                self._add(step)
             write_whole(self._metrics, "".join(json.dumps(step) + "\n" for step in before))
-        self._file = self._metrics.open("a", encoding="utf-8")
 
     def _add(self, found: Mapping[str, Any]) -> None:
         self._steps.append(found["step"])
@@ -166,8 +166,8 @@ class RunReport:
             if path not in self._warned:
                 self._warned.add(path)
                 warnings.warn(
-                    f"cannot write {path}: {error.strerror or error}; training goes on, and steps are missing there "
-                    f"until it can be written again",
+                    f"cannot read or write {path}: {error.strerror or error}; training goes on, and steps are "
+                    f"missing there until it can be written again",
                     stacklevel=5,
                 )
 

@@ -190,7 +190,6 @@ class Trainer:
         )
         self.memory: list[list[MemoryLine]] = []
         self._report: RunReport | None = None  # rank 0's, while steps run
-        self._stop_asked = False
 
     def run(self) -> bool:
         """Runs all steps that are left; False if a signal ended the run, after it has saved the steps done.
@@ -243,7 +242,7 @@ class Trainer:
         loss_sum = self._forward_backward(self.counts.batch(step))
         norm = clip_grad_norm_(self.model, self.config.optimizer.clip_norm or float("inf"))
         # By a kernel: a copy waits for the device.
-        asked = torch.full_like(loss_sum, self._stop_asked or asked_by() > 0)
+        asked = torch.full_like(loss_sum, asked_by() > 0)
         totals = self._summed("adding up the loss", torch.stack([loss_sum, asked]))
         # Before the optimizer's step: all ranks must decide alike whether there is one.
         loss, stops, grad_norm = torch.stack([*totals, norm.to(totals)]).tolist()

@@ -156,7 +156,8 @@ def train(config: TrainConfig, meddling: Meddling = Meddling()) -> Outcome:
                 self.at_start = full_state_dict(self.model)
             self.samples.append([])
             if meddling.stop_after is not None and step + 1 == meddling.stop_after:
-                self._stop_asked = ranks.rank == ranks.world - 1
+                with mock.patch.object(loop, "asked_by", lambda: int(ranks.rank == ranks.world - 1)):
+                    return super().step(step)
             if step in meddling.left_out:
                 return loop.StepOutcome(loss=0.0, grad_norm=0.0)
             return super().step(step)

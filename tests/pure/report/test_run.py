@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -83,7 +85,9 @@ def test_a_line_that_a_disk_has_spoilt_is_dropped(tmp_path: Path, spoilt: bytes)
 @pytest.mark.usefixtures("capsys")  # else output goes to a file, which has the limit too
 def test_a_full_disk_is_one_warning_and_loses_no_line_that_can_be_written_later(tmp_path: Path) -> None:
     with (
-        pytest.warns(UserWarning, match=r"cannot write .*metrics\.jsonl: File too large; training goes on") as caught,
+        pytest.warns(
+            UserWarning, match=r"cannot read or write .*metrics\.jsonl: File too large; training goes on"
+        ) as caught,
         closing(report(tmp_path)) as run,
     ):
         run.append(metrics(1))
@@ -98,12 +102,23 @@ def test_a_full_disk_is_one_warning_and_loses_no_line_that_can_be_written_later(
 @pytest.mark.usefixtures("capsys")
 @pytest.mark.parametrize("rewinds", [False, True])
 def test_a_disk_that_stays_full_ends_nothing(tmp_path: Path, rewinds: bool) -> None:
-    warned = pytest.warns(UserWarning, match="cannot write")
+    warned = pytest.warns(UserWarning, match="cannot read or write")
     with warned as caught, file_size_limit(20), closing(report(tmp_path)) as run:
         run.append(metrics(1))
         if rewinds:
             run.rewind(0)
     assert len(caught) == 2 - rewinds, "one a file; without steps there is no page"
+
+
+@pytest.mark.usefixtures("capsys")
+def test_a_disk_that_cannot_be_read_ends_nothing_and_what_it_holds_stays(tmp_path: Path) -> None:
+    with closing(report(tmp_path)) as run:
+        run.append(metrics(1))
+        failing = mock.patch.object(Path, "read_bytes", side_effect=OSError(errno.EIO, "Input/output error"))
+        with failing, pytest.warns(UserWarning, match=r"metrics\.jsonl: Input/output error; training goes on"):
+            run.rewind(1)
+        run.append(metrics(2))
+    assert [step["step"] for step in steps(tmp_path)] == [1, 2]
 
 
 def test_the_page_has_earlier_starts_this_one_and_no_step_that_was_taken_back(tmp_path: Path) -> None:
