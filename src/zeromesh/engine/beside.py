@@ -345,7 +345,8 @@ class _Streamed(_Part):
                 }
                 given.append((index, here(plain[own]), here(grad[own]), brings or None))
         after = self._stepped(step, [(*rest, state and {**state}) for (*rest, state) in given])  # type: ignore[misc]
-        for flat, own_flat in brought[: 1 + len(held)]:
+        unscaled = self._attributes.get("grad_scale") is not None  # in place, by kernels
+        for flat, own_flat in brought if unscaled else brought[: 1 + len(held)]:
             link.down(flat, own_flat)
         _show_master(buffer, brought[0][1], piece, link)
         for (param, plain, own, last), (*_, had), found in zip(cut, given, after, strict=True):

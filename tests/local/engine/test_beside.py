@@ -194,7 +194,7 @@ def test_one_optimizer_over_the_host_the_device_and_a_plain_tensor(host):
     assert found[1] == pytest.approx(found[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("host", [HOST, STREAMED])
+@pytest.mark.parametrize("host", [HOST, STREAMED, STREAMED.replace("=1", "=2")])
 def test_a_loss_scaler_skips_and_scales_steps_beside_the_forward(host):
     found = []
     for strategy in None, host:
@@ -206,8 +206,9 @@ def test_a_loss_scaler_skips_and_scales_steps_beside_the_forward(host):
             scaler.scale(loss * (float("inf") if seed == 1 else 1.0)).backward()
             scaler.step(optimizer)
             scaler.update()
+            grads = [p.grad.sum().item() for p in model.parameters()]  # a step leaves them unscaled
             optimizer.zero_grad()
-        found.append([p.sum().item() for p in model.parameters()] + [scaler.get_scale()])
+        found.append([*(p.sum().item() for p in model.parameters()), *grads, scaler.get_scale()])
     assert found[1] == pytest.approx(found[0], rel=1e-12)
 
 
