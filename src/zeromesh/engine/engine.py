@@ -168,7 +168,8 @@ class Engine:
         traced = torch.is_grad_enabled() and outputs is not None
         tensors = [t for t in outputs or () if t.requires_grad] if traced else []
         hidden = traced and not outputs and self.schedule.units[unit].trainable
-        call = self.interpreter.post_forward(unit, backward=bool(tensors), hidden=hidden)
+        untraced = outputs is not None and not traced
+        call = self.interpreter.post_forward(unit, backward=bool(tensors), hidden=hidden, untraced=untraced)
         if call is not None:
             self._watch_outputs(call, tensors)
         elif traced and unit not in self._watched:

@@ -118,7 +118,7 @@ class Interpreter(Generic[T]):
         """
         if self.forward is None:
             self._forwards += 1
-            self.forward = Forward(self._forwards)
+            self.forward = Forward(self._forwards, repeats=self.backward is not None)
         self.forward.begin(unit, read=read)
         if self.backward is not None:
             return self._run(PointKind.PRE_RECOMPUTE, unit)
@@ -126,13 +126,14 @@ class Interpreter(Generic[T]):
             self.seen.append(unit)
         self._run(PointKind.PRE_FORWARD, unit)
 
-    def post_forward(self, unit: int, *, backward: bool, hidden: bool = False) -> Call | None:
+    def post_forward(self, unit: int, *, backward: bool, hidden: bool = False, untraced: bool = False) -> Call | None:
         """After a unit's forward.
 
         Args:
             unit: its index.
             backward: whether its outputs will bring the call that is returned to `pre_backward`.
             hidden: nothing of its outputs can, though a gradient may come to its parameters.
+            untraced: autograd did not record the call.
         """
         forward = self.forward
         if forward is None:  # it was given up from inside
@@ -140,6 +141,8 @@ class Interpreter(Generic[T]):
         end = forward.end(unit, backward=backward)
         if hidden:
             forward.hidden.add(unit)
+        if untraced and self.schedule.units[unit].trainable:
+            forward.untraced[unit] += 1
         if not forward.running:
             self.forward = None
         if not forward.runs(unit):
@@ -386,11 +389,14 @@ class Interpreter(Generic[T]):
     def _is_awaited(self, unit: int) -> bool:
         """Whether this rank may come back to a call of the unit, in this backward."""
         backward = self._running
+        # Without this, a reentrant checkpoint's gradients could come after the turn, on some ranks only.
+        to_repeat = -sum(backward.left[forward, unit] for forward in backward.reached if forward.repeats)
         for forward in self._graphs:
             over = forward.visited and forward not in backward.reached  # in another backward
             if unit in forward.hidden or not (over or backward.has_left(forward, unit)):
                 return True
-        return False
+            to_repeat += 0 if over or forward.repeats else forward.untraced[unit]
+        return to_repeat > 0
 
     def _reduce_in_turn(self, unit: int) -> None:
         self._running.take_turn()

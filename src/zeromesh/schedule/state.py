@@ -105,6 +105,8 @@ class Forward:
         running: where the beginnings of calls under way will be marked, with their units; innermost last.
         calls: how many of the marked calls each unit has.
         hidden: units that have returned nothing that a gradient could be seen to arrive at.
+        untraced: how many calls of each trainable unit ran without autograd: a reentrant checkpoint will repeat them.
+        repeats: whether it began inside a backward.
         visited: a backward has come back to it.
         read: units that are open because another one's forward has read their parameters; they end with the outermost.
     """
@@ -114,6 +116,8 @@ class Forward:
     running: list[tuple[int, int]] = field(default_factory=list)
     calls: Counter[int] = field(default_factory=Counter)
     hidden: set[int] = field(default_factory=set)
+    untraced: Counter[int] = field(default_factory=Counter)
+    repeats: bool = False
     visited: bool = False
     read: list[int] = field(default_factory=list)
 

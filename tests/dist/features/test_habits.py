@@ -171,6 +171,24 @@ def test_a_unit_that_one_rank_alone_uses_after_a_last_backward_whose_gradients_w
     same_grads(model, plain)
 
 
+@pytest.mark.parametrize("strategy", ["node=2", "node=0"])
+@on_ranks(2)
+def test_ranks_leave_out_different_blocks_of_which_some_are_recomputed_reentrantly(strategy):
+    """A block that only an earlier forward will repeat has its turn after that, or only some ranks reduce it again."""
+
+    def compute(self, x, chosen):
+        for index in chosen:
+            block = self.blocks[index]
+            x = block(x) if index == 0 else checkpoint(block, x, use_reentrant=True)
+        return x
+
+    plain, rank = Part(compute, blocks=nn.ModuleList(chain(3))), dist.get_rank()
+    model = sharded(plain, strategy)
+    for each in (plain, model):
+        sum(each(inputs(rank), chosen).sum() for chosen in ([0, 1 + rank], [0, 1, 2])).backward()
+    same_grads(model, plain)
+
+
 class Headed(nn.Module):
     """Has a body with units of its own and a gain that belongs to the root."""
 
