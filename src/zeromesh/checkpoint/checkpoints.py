@@ -59,7 +59,7 @@ class Checkpoints:
         lock_wait_s: seconds to wait for another job that saves to the same directory.
 
     Raises:
-        CheckpointError: `keep` or `keep_every` is too low.
+        CheckpointError: `keep` or `keep_every` is too low, or two optimizers hold a parameter.
         ModelError: the model is not sharded.
         InputError: the stages are not all of this rank's, are spread over different numbers of ranks, or have
             parameters of the same name.
@@ -88,6 +88,7 @@ class Checkpoints:
             )
         self._held = tensors.Held.of(model, directory)
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        states.require_one_holder(self._optimizers)
         self._storage = open_storage(directory)
         self._peers = make_peers(self._held.control)
         self._options = {"keep": keep, "keep_every": keep_every}

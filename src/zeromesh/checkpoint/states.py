@@ -115,8 +115,22 @@ Groups = Mapping[str, tuple[str | None, Mapping[str, Any]]]
 """By parameter: the class of its optimizer, None where the checkpoint does not say; learning rate and the like."""
 
 
+def require_one_holder(optimizers: Sequence[Optimizer]) -> None:
+    """Raises CheckpointError where two optimizers hold a parameter: states and options are saved by its name."""
+    held = set[Tensor]()
+    for optimizer in optimizers:
+        own = {param for group in optimizer.param_groups for param in group["params"]}
+        if both := sorted(getattr(param, "full_name", "") for param in held & own):
+            raise CheckpointError(
+                f"two optimizers hold {both[0]}, and a checkpoint has one state for each parameter: let one of them "
+                f"hold it, or save the state_dict() of the other with torch.distributed.checkpoint"
+            )
+        held |= own
+
+
 def describe_groups(optimizers: Sequence[Optimizer]) -> list[Any]:
     """The options of every parameter group, with its optimizer's class and the names of its parameters."""
+    require_one_holder(optimizers)
     return [[_describe(optimizer, group) for group in optimizer.param_groups] for optimizer in optimizers]
 
 

@@ -266,7 +266,8 @@ def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, tuple[Ten
                     parts = stored(key, value.local if isinstance(value, Slice) else value)
                     found.update({name: (part, region) for name, part in parts.items()})
                 elif isinstance(value, int | float) and not isinstance(value, bool):
-                    found[key] = torch.tensor(value, device="cpu"), region
+                    dtype = torch.float64 if isinstance(value, float) else torch.int64  # as exact as Python's
+                    found[key] = torch.tensor(value, dtype=dtype, device="cpu"), region
                 elif value is not None:
                     raise CheckpointError(
                         f"states of {type(optimizer).__name__} must be tensors or numbers to be saved; {key!r} is "
@@ -401,7 +402,8 @@ def _state_targets(
             targets.append(whole(name, part))
             states[state] = present[state]
             continue
-        number = entry.shape == () and (shape != () or key in NUMBERS)  # of a 0-d parameter it may be its slice
+        # A 0-d tensor of a 0-d parameter may be its slice, unless it is a count.
+        number = entry.shape == () and (shape != () or key in NUMBERS or not dtype.is_floating_point)
         fits = entry.shape == shape if owned is None else owned.is_part_of(entry.shape)
         if not number and not fits:
             raise CheckpointError(f"{reader.where}: {name} must have shape {shape} or (); it has {entry.shape}")

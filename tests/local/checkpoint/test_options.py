@@ -74,6 +74,42 @@ def test_another_class_of_optimizer_is_refused_and_nothing_changed(tmp_path: Pat
     assert [one.param_groups[0]["lr"] for one in optimizers] == [0.5] * len(optimizers) and not optimizers[0].state
 
 
+def test_two_optimizers_of_one_parameter_are_refused(tmp_path: Path) -> None:
+    """States and options are saved by its name: the last one's would be those of both."""
+    model = zm.shard(nn.Linear(2, 2), None, "node=3")
+    pair = [torch.optim.AdamW(model.parameters(), lr=0.1), torch.optim.AdamW([model.bias], lr=0.5)]
+    match = r"two optimizers hold bias, and a checkpoint has one state for each parameter: let one of them"
+    with pytest.raises(CheckpointError, match=match):
+        zm.Checkpoints(tmp_path, model, pair)
+    pair = [torch.optim.AdamW([model.weight]), torch.optim.AdamW([model.bias])]
+    with zm.Checkpoints(tmp_path, model, pair) as checkpoints:
+        pair[0].add_param_group({"params": [model.bias]})
+        with pytest.raises(CheckpointError, match=match):
+            checkpoints.save(1)
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps numbers of Python's as states."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            self.state[param] = {"seen": 3, "scale": 0.1}
+
+
+def test_numbers_among_states_are_no_slices_and_lose_no_digit(tmp_path: Path) -> None:
+    model = zm.shard(nn.ParameterList([torch.ones(()), torch.ones(2)]), None, "node=3")
+    optimizer = zm.elementwise(Counting(model.parameters(), {}))
+    optimizer.step()
+    with zm.Checkpoints(tmp_path, model, optimizer) as checkpoints:
+        checkpoints.save(1)
+        optimizer.state.clear()
+        assert checkpoints.load() is not None
+    for param, dim in zip(model.parameters(), (1, 0), strict=True):
+        # A float of a 0-d parameter might be its slice.
+        assert optimizer.state[param]["seen"].dim() == 0 and optimizer.state[param]["scale"].dim() == dim
+        assert (optimizer.state[param]["seen"].item(), optimizer.state[param]["scale"].item()) == (3, 0.1)
+
+
 def save_trained(model: torch.nn.Module, path: Path) -> torch.optim.Optimizer:
     """After a step, at a rate that is no default."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
