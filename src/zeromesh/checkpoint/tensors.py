@@ -240,10 +240,10 @@ def collect(held: Held, optimizers: Sequence[Optimizer], *, frozen: bool) -> Ite
         unsharded = [whole(MODEL + name, tensor) for name, tensor in persistent_buffers(model)]
         yield from unsharded if engine.control.first else ()  # made on all ranks, for its errors
     if states:
-        kinds = sorted({type(param).__name__ for param in states})
+        others = sorted({getattr(param, "full_name", type(param).__name__) for param in states})
         raise CheckpointError(
-            f"an optimizer has states of others than the sharded model's parameters ({', '.join(kinds)}): make it "
-            f"from model.parameters() after zm.shard"
+            f"an optimizer has states of others than this model's parameters ({', '.join(others[:3])}): make one for "
+            f"each sharded model, from its parameters after zm.shard"
         )
 
 

@@ -88,6 +88,16 @@ def test_two_optimizers_of_one_parameter_are_refused(tmp_path: Path) -> None:
             checkpoints.save(1)
 
 
+def test_an_optimizer_of_two_models_is_refused(tmp_path: Path) -> None:
+    (model, optimizer), (other, _) = make(0), make(1)
+    optimizer.add_param_group({"params": [other.bias]})
+    other(torch.ones(2, 64)).square().sum().backward()
+    optimizer.step()
+    match = r"states of others than this model's parameters \(bias\): make one for each sharded model"
+    with zm.Checkpoints(tmp_path, model, optimizer) as checkpoints, pytest.raises(CheckpointError, match=match):
+        checkpoints.save(1)
+
+
 class Counting(torch.optim.Optimizer):
     """Keeps numbers of Python's as states."""
 
