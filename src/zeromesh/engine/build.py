@@ -431,5 +431,5 @@ def _make_optimizer_params(engine: Engine) -> None:
             home = engine.homes[buffer.spec.part]
             known = {"layout": str(home.layout.strategy), "control": control, "agree_max": agree}
             divided = partial(home.divided, ranks[buffer.spec.part])
-            spans, beyond = home.spans(control), home.control.beyond
+            spans, beyond = home.spans(control, buffer.optimizer_shard[1]), home.control.beyond
             buffer.make_optimizer_params(spans, beyond, divided, known, unit=index, engine=reference)

@@ -32,10 +32,10 @@ class Home:
         same names. DTensors would be divided over more than `model` knows of."""
         return self.layout.share < 1 and set(self.control.beyond) <= set(model.beyond)
 
-    def spans(self, model: Control) -> tuple[Span, ...]:
-        """The ranks over which its flat buffers are divided beyond their DTensors' meshes; by default all of the
-        model's."""
-        copies = self.layout.degree(self.layout.replica_axes)
+    def spans(self, model: Control, axes: Sequence[Axis]) -> tuple[Span, ...]:
+        """The ranks over which flat buffers that are sharded over `axes` are divided beyond their DTensors' meshes; by
+        default all of the model's."""
+        copies = self.layout.world // self.layout.degree(axes)
         return (Span(group=model.group if self.ambiguous(model) else self.control.group, copies=copies),)
 
     def divided(self, ranks: tuple[int, ...], numel: int, axes: Sequence[Axis]) -> Divided | None:

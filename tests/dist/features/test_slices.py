@@ -195,6 +195,19 @@ def test_numbers_of_a_slice_are_those_of_the_whole_tensor(strategy):
             close(model[1].bias.grad.sum(), plain[1].bias.grad.sum())
 
 
+@SOME
+@on_ranks(4)
+def test_numbers_of_frozen_parameters(strategy):
+    """They are cut over fewer axes than masters, so more ranks hold the same elements."""
+    plain = net()
+    plain[0].requires_grad_(False)
+    model = zm.shard(copy.deepcopy(plain), mesh(), strategy, units=[nn.Linear], bucket_bytes=0)
+    for look in NUMBERS.values():
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            close(look(ours.detach()), look(theirs.detach()))
+    close(*(nn.utils.get_total_norm([p.detach() for p in each.parameters()]) for each in (model, plain)))
+
+
 def requires(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
