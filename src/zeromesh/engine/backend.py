@@ -210,6 +210,15 @@ class UnitShards:
         """The buffers on the host whose compute copy no step on the device has left; from now on none has."""
         return [buffer for buffer in self.buffers if buffer.placed.streamed and not buffer.take_fresh()]
 
+    def forget_sum(self, param: ShardedParameter) -> None:
+        """Clears a parameter's sum of this step's micro-batches."""
+        for buffer, used in zip(self.buffers, self.used, strict=True):
+            for position, own in enumerate(buffer.optimizer_params):
+                if own is param:
+                    used[position] = False
+                    buffer.forget_sum(position)
+        self.forget_owed()
+
     def forget_owed(self) -> None:
         """Clears the rounding errors of error feedback: they belong to gradients at other parameter values."""
         for buffer in self.buffers:

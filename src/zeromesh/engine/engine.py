@@ -442,6 +442,18 @@ class Engine:
         if shown or self._step is not Step.SHOWN or self.interpreter.forward is not None:
             raise ModelError(f"{call} between a forward and the step after it: step first, and drop the gradients")
 
+    @property
+    def holds_sums(self) -> bool:
+        """Whether gradients of micro-batches are summed that `.grad` does not show yet."""
+        return self._step in (Step.HELD, Step.TORN)
+
+    def forget_sum(self, param: ShardedParameter) -> None:
+        """Somebody has dropped or zeroed a parameter's gradient: the sum that it does not show yet goes too."""
+        if self.interpreter.states[param.unit].grad is GradState.PARTIAL:
+            self.interpreter.quiesce()
+            self.backend.land()
+            self.backend.units[param.unit].forget_sum(param)
+
     def discard_grads(self, *, set_to_none: bool = True) -> None:
         """Forgets all gradients, partial sums included."""
         self._recover()

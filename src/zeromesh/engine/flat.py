@@ -398,6 +398,14 @@ class FlatShards:
                 self.optimizer_grads[index] = leave_memory(own)
         return shown
 
+    def forget_sum(self, position: int) -> None:
+        """Clears a parameter's part of the gradient shard."""
+        sums = self.host_grads if "grads" in self.placed.on_host_kinds else self.grads
+        assert sums is not None
+        held = self.range_of(self.placed.layout.grad_axes)
+        start, stop = overlap(self.places[position], held)
+        sums[start - held.start : stop - held.start].zero_()
+
     def show_grad(self, position: int, *, used: bool, reduced: bool) -> None:
         """Shows a gradient of the step that has ended, added to one that is shown already.
 

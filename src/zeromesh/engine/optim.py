@@ -101,6 +101,7 @@ def watch_optimizers(engine: Engine) -> None:
     _checked.clear()
     if not _installed:
         _allow_foreach()
+        Optimizer.zero_grad = _with_sums(Optimizer.zero_grad)  # type: ignore[method-assign]  # it looks at `.grad` alone
         _installed.append(register_optimizer_step_pre_hook(_before_step))
         _installed.append(register_optimizer_step_post_hook(_after_step))
 
@@ -110,6 +111,21 @@ def _allow_foreach() -> None:
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         types = getattr(importlib.import_module(name), "_foreach_supported_types", [])
         types.extend(kind for kind in (ShardedParameter, Slice) if kind not in types)
+
+
+def _with_sums(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    """Torch's `zero_grad`, also of sums of micro-batches, which `.grad` does not show."""
+
+    @as_python
+    @wraps(zero_grad)
+    def with_sums(optimizer: Optimizer, set_to_none: bool = True) -> None:
+        zero_grad(optimizer, set_to_none)
+        if any(engine.holds_sums for engine in _engines):
+            for engine, params in _by_engine(optimizer).items():
+                for param in params:
+                    engine.forget_sum(param)
+
+    return with_sums
 
 
 def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:

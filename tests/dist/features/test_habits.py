@@ -23,6 +23,25 @@ def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
     return result
 
 
+@pytest.mark.parametrize("strategy", ["node=3", "node=2", "node=0", "node=3d", "host=2,node=3", "host=1,node=1"])
+@on_ranks(2)
+def test_gradients_that_are_dropped_between_micro_batches(strategy):
+    """Those of one optimizer, zeroed or dropped: its earlier micro-batches count no more."""
+    for way in ("optimizer", "zeros", "by hand"):
+        plain = chain()
+        model = sharded(plain, strategy)
+        for each in (plain, model):
+            optimizer = torch.optim.SGD([*each.parameters()][1::2], lr=0.1)
+            for step in range(3):
+                with zm.accumulate(model, last=step == 2):
+                    loss_of(each, step).backward()
+                if step == 0 and way != "by hand":
+                    optimizer.zero_grad(set_to_none=way == "optimizer")
+                for param in optimizer.param_groups[0]["params"] if step == 0 and way == "by hand" else ():
+                    param.grad = None
+        same_grads(model, plain)
+
+
 @pytest.mark.parametrize(("strategy", "by_hand"), [("node=3", False), ("node=1", False), ("node=0", True)])
 @on_ranks(2)
 def test_gradients_that_are_still_held_keep_their_values(strategy, by_hand):
