@@ -37,9 +37,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, chunks_of, own_chunk, wait_for_all
-from zeromesh.comm.summing import SumScratch, fits, parts, sum_dtype
+from zeromesh.comm.summing import SumScratch, parts, sum_dtype
 from zeromesh.comm.transport import PIECE_BYTES, carried, nothing, reduce_scatter_single, send_all
-from zeromesh.schedule.memory import MESSAGES_BYTES
+from zeromesh.schedule.memory import MESSAGES_BYTES, part_numel
 from zeromesh.wires import WireFormat
 from zeromesh.wires.target import Target
 
@@ -176,9 +176,12 @@ def _native_all_reduce(tensor: Tensor, group: AxisGroup, scale: float) -> None:
 def _reduce_scatter(region: Tensor, target: Target, group: AxisGroup, workspace: Tensor, operation: str) -> None:
     chunks, wire, wide = chunks_of(region, group.size), region.dtype, sum_dtype(region.dtype, target.out.dtype)
     exchange = Exchange(group, group.reduce, operation, region.numel(), workspace.numel())
-    if fits(workspace, chunks[0], wide, terms=group.size) and chunks[0].nbytes <= WHOLE_BYTES:
-        scratch = SumScratch.whole(workspace, chunks[group.rank], wide, terms=group.size)
-        arrivals = _arrivals_at_once(exchange, region, chunks, scratch)
+    numel, room = chunks[0].numel(), workspace.numel()
+    if numel <= part_numel(room, wire.itemsize, wide.itemsize, terms=group.size, longest_bytes=WHOLE_BYTES):
+        scratch, pg = SumScratch.of(workspace, wire, wide, terms=group.size, numel=numel), exchange.process_group
+        sent = region.nbytes - chunks[0].nbytes
+        exchange.native(lambda: dist.all_to_all_single(scratch.received, region, group=pg), sent)
+        arrivals: Arrivals = iter([(slice(0, numel), scratch.terms)])
     else:
         terms = WINDOW * (group.size - 1)
         scratch = SumScratch.cut(workspace, wire, wide, terms=terms, longest=PIECE_BYTES)
@@ -190,13 +193,6 @@ def _reduce_scatter(region: Tensor, target: Target, group: AxisGroup, workspace:
 
 Arrivals = Iterator[tuple[slice, Sequence[Tensor]]]
 """Every part of the own chunk with its terms from all ranks, in the order of the ranks."""
-
-
-def _arrivals_at_once(exchange: Exchange, region: Tensor, chunks: Sequence[Tensor], scratch: SumScratch) -> Arrivals:
-    own = chunks[exchange.group.rank]
-    group = exchange.process_group
-    exchange.native(lambda: dist.all_to_all_single(scratch.received, region, group=group), region.nbytes - own.nbytes)
-    yield slice(0, own.numel()), scratch.terms
 
 
 def _arrivals_in_pieces(exchange: Exchange, chunks: Sequence[Tensor], scratch: SumScratch) -> Arrivals:

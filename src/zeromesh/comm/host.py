@@ -49,7 +49,7 @@ class HostLink:
     def brought(self, source: Tensor) -> Tensor:
         """A copy in new memory of the device."""
         here = torch.empty(source.shape, dtype=source.dtype, device=self.device)
-        self.up(here, source)
+        self.copy("up", here, source)
         return here
 
     def recorded(self, record: Callable[[Sent], None]) -> Callable[[Sent], None]:
@@ -67,20 +67,12 @@ class HostLink:
         aside: bool = True,
     ) -> Step:
         """One copy, as a step of a chain; by default in a lane of its own."""
-        call = partial(self.up if operation == "up" else self.down, destination, source)
+        call = partial(self.copy, operation, destination, source)
         return Step(operation=operation, call=call, before=before, aside=aside)
 
-    def up(self, destination: Tensor, source: Tensor) -> None:
-        """To the device, on its current stream."""
+    def copy(self, operation: Copying, destination: Tensor, source: Tensor) -> None:
+        """One copy, on the device's current stream; it may be on its way when this returns."""
         destination.copy_(source, non_blocking=True)
-        self._tell("up", source)
-
-    def down(self, destination: Tensor, source: Tensor) -> None:
-        """To the host; the copy may be on its way when this returns."""
-        destination.copy_(source, non_blocking=True)
-        self._tell("down", source)
-
-    def _tell(self, operation: str, source: Tensor) -> None:
         self.record(Sent(operation=operation, axis=f"{self.name} {operation}", sent_bytes=source.nbytes, messages=1))
 
 
@@ -117,7 +109,7 @@ class HostArena:
                         f"CUDA cannot register {num_bytes} bytes of the host's memory (error {code}): raise the limit "
                         f"of locked memory (ulimit -l), or give a strategy that keeps less on the host"
                     )
-                weakref.finalize(self, _unregister, address).atexit = False
+                weakref.finalize(self, _cudart().cudaHostUnregister, address).atexit = False
 
     def take(self, num_bytes: int, dtype: torch.dtype) -> Tensor:
         """The next part of it, zeroed: 1-D. Shards begin at multiples of 16 bytes: [Note: Padding] of layouts."""
@@ -166,10 +158,6 @@ def free_bytes(device: torch.device) -> int | None:
 def padded(num_bytes: int) -> int:
     """Its room in an arena, where tensors of any dtype begin at multiples of 16 bytes."""
     return -(-num_bytes // 16) * 16
-
-
-def _unregister(address: int) -> None:
-    _cudart().cudaHostUnregister(address)
 
 
 def _cudart() -> Any:

@@ -22,15 +22,6 @@ def parts(length: int, numel: int) -> Sequence[slice]:
     return [slice(start, min(start + numel, length)) for start in range(0, length, numel)]
 
 
-def fits(workspace: Tensor, term: Tensor, wide: torch.dtype, *, terms: int) -> bool:
-    """Whether `SumScratch.whole` finds room for terms as long as this one."""
-    return _padded(term.numel()) * (2 * wide.itemsize + terms * term.element_size()) <= workspace.numel()
-
-
-def _padded(numel: int) -> int:
-    return -(-numel // ALIGN) * ALIGN
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumScratch:
     """A workspace cut up.
@@ -59,16 +50,12 @@ class SumScratch:
         numel = part_numel(workspace.numel(), wire.itemsize, wide.itemsize, terms=terms, longest_bytes=longest)
         if numel == 0:
             raise InternalError(f"a workspace of {workspace.numel()} bytes has no room for sums of {terms} terms")
-        return cls._carve(workspace, wire, wide, terms, numel)
+        return cls.of(workspace, wire, wide, terms=terms, numel=numel)
 
     @classmethod
-    def whole(cls, workspace: Tensor, term: Tensor, wide: torch.dtype, *, terms: int) -> SumScratch:
-        """For terms in one part each, received as one tensor."""
-        return cls._carve(workspace, term.dtype, wide, terms, term.numel())
-
-    @classmethod
-    def _carve(cls, workspace: Tensor, wire: torch.dtype, wide: torch.dtype, terms: int, numel: int) -> SumScratch:
-        apart = _padded(numel) * wide.itemsize
+    def of(cls, workspace: Tensor, wire: torch.dtype, wide: torch.dtype, *, terms: int, numel: int) -> SumScratch:
+        """For terms in parts of `numel`, for which there is room."""
+        apart = -(-numel // ALIGN) * ALIGN * wide.itemsize
         total, widened = (workspace[i * apart :][: numel * wide.itemsize].view(wide) for i in range(2))
         received = workspace[2 * apart :][: terms * numel * wire.itemsize].view(wire)
         each = [received[i * numel : (i + 1) * numel] for i in range(terms)]

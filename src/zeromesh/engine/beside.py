@@ -347,7 +347,7 @@ class _Streamed(_Part):
         after = self._stepped(step, [(*rest, state and {**state}) for (*rest, state) in given])  # type: ignore[misc]
         unscaled = self._attributes.get("grad_scale") is not None  # in place, by kernels
         for flat, own_flat in brought if unscaled else brought[: 1 + len(held)]:
-            link.down(flat, own_flat)
+            link.copy("down", flat, own_flat)
         _show_master(buffer, brought[0][1], piece, link)
         for (param, plain, own, last), (*_, had), found in zip(cut, given, after, strict=True):
             for key, value in (found or {}).items():
@@ -356,7 +356,7 @@ class _Streamed(_Part):
                     kept[key] = value if last else kept.get(key, value)
                 elif had is None or value is not had.get(key):  # made in this step
                     kept[key] = self._state(param, plain, key, value)
-                    link.down(kept[key][own], value)
+                    link.copy("down", kept[key][own], value)
                     MARKED[kept[key]] = param.elements
                     self.made_bytes += value.nbytes
 
@@ -391,7 +391,7 @@ def _show_master(shards: FlatShards, master: Tensor, piece: slice, host: HostLin
     if "params" not in shards.placed.on_host_kinds:
         compute.copy_(master)
     elif not shards.master_in_params:  # else it goes down as the master
-        host.down(compute, master.to(compute.dtype))
+        host.copy("down", compute, master.to(compute.dtype))
 
 
 _HERE: tuple[Any, int, type[_Part]] = (None, -1, _Part)
