@@ -31,7 +31,7 @@ from zeromesh.errors import MeshError, ModelError
 from zeromesh.files import core_numbers, machine_id
 from zeromesh.modules import clean_name, lacks_values
 from zeromesh.schedule import ITEM_BYTES, LANES, Schedule, lent_axes
-from zeromesh.schedule.buffer_layout import slot_bytes
+from zeromesh.schedule.buffer_layout import SlotPart, slot_bytes
 from zeromesh.schedule.transfer import COPIES, LaneKind
 from zeromesh.strategy import Axis, Layout
 from zeromesh.strategy.stage import HOST
@@ -152,7 +152,8 @@ def build_engine(
     def allocate() -> tuple[dict[LaneKind, Scratch], Registration | None]:
         with registered(groups.values() if register else (), device) as registration:
             _bind_slots(schedule, shards, device)
-        return {kind: _scratch(memory.staging[kind], memory.workspace[kind], device) for kind in LANES}, registration
+        each = {kind: (memory.staging[kind], memory.workspace[kind]) for kind in LANES}
+        return {kind: Scratch(*(_bytes(count, device) for count in own)) for kind, own in each.items()}, registration
 
     scratch, registration = control.together(allocate, left="The model has lost its parameters")
     lanes: dict[LaneName, Lane] = {
@@ -275,10 +276,6 @@ def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precisio
     return "\n".join(lines)
 
 
-def _scratch(staging: int, workspace: int, device: torch.device) -> Scratch:
-    return Scratch(_bytes(staging, device), _bytes(workspace, device))
-
-
 def _bytes(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.uint8, device=device)
 
@@ -389,31 +386,21 @@ def _bind_slots(schedule: Schedule, shards: Sequence[UnitShards], device: torch.
     plans = schedule.memory.gather, schedule.memory.reduce
     gather, reduce = ([_bytes(count, device) for count in plan.slot_bytes] for plan in plans)
     for unit, placed, own, waits in zip(shards, schedule.placed, *(plan.slot_of for plan in plans), strict=True):
-        full = _in_slot(gather, own, [(p.padded, p.buffer.param_dtype if p.gathered else None) for p in placed])
-        parts = [
-            part
-            for p in placed
-            for part in (
-                (p.padded, p.slot_dtype if p.waits else None),
-                (p.numel(p.layout.grad_axes), p.buffer.grad_dtype if "grads" in p.on_host_kinds else None),
-            )
-        ]
-        waiting = _in_slot(reduce, waits, parts)
+        full = _in_slot(gather, own, (p.gather_part for p in placed))
+        waiting = _in_slot(reduce, waits, (part for p in placed for part in p.reduce_parts))
         for buffer, whole, part, grads in zip(unit.buffers, full, waiting, waiting, strict=True):
             buffer.bind(whole, part, grads)
 
 
-def _in_slot(
-    slots: Sequence[Tensor], slot: int | None, buffers: Iterable[tuple[int, str | None]]
-) -> Iterator[Tensor | None]:
-    """Each flat buffer's part of its unit's slot, so many elements of a dtype; None for a buffer that has none."""
+def _in_slot(slots: Sequence[Tensor], slot: int | None, parts: Iterable[SlotPart]) -> Iterator[Tensor | None]:
+    """The parts of a unit's slot, one after the other."""
     start = 0
-    for numel, dtype in buffers:
+    for numel, dtype in parts:
         if slot is None or dtype is None:
             yield None
-            continue
-        yield slots[slot][start : start + numel * ITEM_BYTES[dtype]].view(DTYPES[dtype])
-        start += slot_bytes(numel, dtype)
+        else:
+            yield slots[slot][start : start + numel * ITEM_BYTES[dtype]].view(DTYPES[dtype])
+            start += slot_bytes((numel, dtype))
 
 
 def _make_optimizer_params(engine: Engine) -> None:
@@ -430,6 +417,6 @@ def _make_optimizer_params(engine: Engine) -> None:
         for buffer in unit.buffers:
             home = engine.homes[buffer.spec.part]
             known = {"layout": str(home.layout.strategy), "control": control, "agree_max": agree}
-            divided = partial(home.divided, ranks[buffer.spec.part])
+            place_of = partial(home.place, ranks[buffer.spec.part])
             spans, beyond = home.spans(control, buffer.optimizer_shard[1]), home.control.beyond
-            buffer.make_optimizer_params(spans, beyond, divided, known, unit=index, engine=reference)
+            buffer.make_optimizer_params(spans, beyond, place_of, known, unit=index, engine=reference)

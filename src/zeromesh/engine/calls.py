@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from zeromesh.schedule import Call
 _AS_PYTHON = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 """A function's, and that of all that it calls."""
 
-T = TypeVar("T")
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 
@@ -38,18 +37,11 @@ def as_python(function: _FunctionT) -> _FunctionT:
     return function
 
 
-class Backwards(Protocol):
-    """The engine, as far as outputs of its units know it."""
-
-    def pre_backward(self, call: Call) -> None:
-        """The gradient has arrived of an output of `call`."""
-
-
 @dataclass(slots=True)
 class OutputHook:
     """On each output of one call of a unit: reports the first gradient that arrives in a backward."""
 
-    engine: weakref.ref[Backwards]
+    engine: weakref.ref[Any]
     call: Call
     task: int = -1
 
@@ -59,12 +51,6 @@ class OutputHook:
         if engine is not None and task != self.task:
             self.task = task
             engine.pre_backward(self.call)
-
-
-def put_first(entries: dict[int, T], key: int) -> None:
-    """By taking the others out: autograd reads an ordered dict as a plain one, which `move_to_end` leaves as it is."""
-    for other in [other for other in entries if other != key]:
-        entries[other] = entries.pop(other)
 
 
 _SEQUENCES = (list, tuple, set, frozenset, deque)

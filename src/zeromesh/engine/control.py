@@ -94,15 +94,15 @@ class Control:
         _models[ranks] = _models.get(ranks, 0) + 1
         key = f"zeromesh/meetings/{hashlib.sha256(repr((ranks, _models[ranks])).encode()).hexdigest()[:16]}"
         store = dist.distributed_c10d._get_default_store()  # torch has no public way to it
+        progress = None
         with suppress(RuntimeError):
             progress = Progress(store=store, key=key, rank=self.number, size=self.world)
-            return replace(self, ranks=ranks, progress=progress)
-        return replace(self, ranks=ranks)
+        return replace(self, ranks=ranks, progress=progress)
 
     @property
     def first(self) -> bool:
         """Whether this rank is the first of all."""
-        return self.rank == 0 and all(group.rank() == 0 for group in self.beyond)
+        return self.number == 0
 
     @property
     def number(self) -> int:
@@ -326,8 +326,13 @@ def reduce_over(
 ) -> Tensor:
     """`values` reduced over the ranks of `group`, in place; of None, this rank's."""
     if group is not None:
-        with _naming(group):
+        try:
             dist.all_reduce(values, op=operation, group=group)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {group.rank()} could not agree with the other {group.size() - 1} of its group: one has died, "
+                f"has stalled or has raised an error of its own, which then says why. [{error}]"
+            ) from error
     return values
 
 
@@ -346,17 +351,6 @@ def broadcast_bytes(values: Tensor, group: dist.ProcessGroup | None, source: int
         dist.broadcast(sent.view(-1).view(torch.uint8), src=first, group=group)
         if sent is not values:
             values.copy_(sent)
-
-
-@contextmanager
-def _naming(group: dist.ProcessGroup) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"rank {group.rank()} could not agree with the other {group.size() - 1} of its group: one has died, has "
-            f"stalled or has raised an error of its own, which then says why. [{error}]"
-        ) from error
 
 
 @cache

@@ -9,7 +9,6 @@ compared.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,32 +23,9 @@ from zeromesh.errors import OptimizerError
 from zeromesh.pieces.piece import Piece
 from zeromesh.pieces.region import Region
 
+Place = tuple[object, int, int]
+
 ACROSS = "zm.copy_values([target], [source]), called on all ranks, copies values from one layout to another"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Divided:
-    """A flat buffer as its mesh divides it; equal where every rank has the same shard.
-
-    Args:
-        ranks: of the mesh, outermost axis first.
-        mesh: size of each mesh axis, innermost first.
-        axes: (mesh axis, size, stride) of each axis that divides the buffer, most significant first; none of one rank.
-        numel: elements of the padded buffer.
-    """
-
-    ranks: tuple[int, ...]
-    mesh: tuple[int, ...]
-    axes: tuple[tuple[int, int, int], ...]
-    numel: int
-
-    def cut(self, start: int, numel: int) -> tuple[object, int, int]:
-        """Key of how a tensor at `start` is divided: the division, the first shard with some of its elements, and the
-        number of elements before the next shard begins."""
-        shard = self.numel // math.prod(size for _, size, _ in self.axes)
-        first, before = divmod(start, shard)
-        alone = before + numel <= shard
-        return (self.ranks, self.mesh, self.axes, 0 if alone else shard), first, 0 if alone else shard - before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +35,7 @@ class Elements:
     Args:
         shape: of the whole tensor.
         spread: how it lies as a DTensor; None for a plain one.
-        place: the key from `Divided.cut`; None where no axis divides the buffer, so every rank has all of it.
+        place: the key from `Home.place`; None where no axis divides the buffer, so every rank has all of it.
         name: of the parameter.
         layout: the strategy, for messages.
         region: the part of the tensor that this rank's data-parallel ranks have together.
@@ -73,7 +49,7 @@ class Elements:
 
     shape: torch.Size
     spread: Spread | None = None
-    place: tuple[object, int, int] | None = None
+    place: Place | None = None
     name: str = field(compare=False)
     layout: str = field(compare=False, default="")
     region: Region = field(compare=False)
@@ -128,9 +104,7 @@ class Elements:
         return torch.cat(parts) if parts else whole.new_empty(0)
 
     def _refusal(self, operand: Tensor, call: str) -> OptimizerError:
-        how = ""
-        if isinstance(operand, DTensor):
-            how = f" that lies as {operand.placements}"
+        how = f" that lies as {operand.placements}" if isinstance(operand, DTensor) else ""
         return OptimizerError(
             f"{call} of {self} and a {type(operand).__name__} of {tuple(operand.shape)}{how}, which must be the whole "
             f"tensor, something that broadcasts to its shape, or a slice of the same elements. For this rank's values "

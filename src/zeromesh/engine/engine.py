@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards, WholeTensors
-from zeromesh.engine.calls import OutputHook, as_python, put_first, tensors_of
+from zeromesh.engine.calls import OutputHook, as_python, tensors_of
 from zeromesh.engine.control import reduce_over
 from zeromesh.engine.home import Home, require_one_of_a_name, require_own_tokens
 from zeromesh.engine.leaf import Leaf
@@ -30,8 +30,6 @@ from zeromesh.engine.units import Precision
 from zeromesh.errors import ModelError, OptimizerError
 from zeromesh.schedule import Backward, Bucket, BucketSteps, Call, Forward, GradState, Interpreter, Schedule
 from zeromesh.strategy import Axis
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -237,8 +235,10 @@ class Engine:
         for tensor in tensors:
             handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it so
             # A unit that hands on its input has its output in common with the unit before, and its backward begins
-            # first.
-            put_first(tensor._backward_hooks or {}, handle.id)
+            # first. Autograd reads an ordered dict as a plain one, so the others are taken out, and put behind it.
+            hooks = tensor._backward_hooks or {}
+            for other in [other for other in hooks if other != handle.id]:
+                hooks[other] = hooks.pop(other)
             if tensor.grad_fn is None:  # a leaf outlives the graph, and so would the hook
                 before = self._on_leaves.pop((call.unit, id(tensor)), None)
                 if before is not None:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeromesh.engine.control import Span
-from zeromesh.engine.elements import Divided, Elements
+from zeromesh.engine.elements import Elements, Place
 from zeromesh.engine.leaf import Leaf, PlainLeaf, make_leaf
 from zeromesh.engine.param import ShardedParameter, Slice, leave_memory, make_slice, return_memory
 from zeromesh.engine.spread import local_of
@@ -338,7 +338,7 @@ class FlatShards:
         self,
         spans: tuple[Span, ...],
         beyond: Sequence[dist.ProcessGroup],
-        divided: Callable[[int, Sequence[Axis]], Divided | None],
+        place_of: Callable[[int, Sequence[Axis], int, int], Place | None],
         known: Mapping[str, Any],
         **attributes: object,
     ) -> None:
@@ -347,12 +347,12 @@ class FlatShards:
         Args:
             spans: that the buffer is divided over.
             beyond: groups of the axes beyond the mesh.
-            divided: how a buffer of so many elements lies on the mesh, sharded over some axes.
+            place_of: of `Elements`, as `Home.place` tells it.
             known: further fields of `Elements`, the same for all.
             attributes: of each parameter.
         """
         shard, axes = self.optimizer_shard
-        held, division = self.range_of(axes), divided(self.padded, axes)
+        held = self.range_of(axes)
         in_params = self.master is None or self.master_in_params
         in_leaves = bool(self.leaves) and in_params and not self.gathered
         for index, place in enumerate(self.places):
@@ -362,7 +362,7 @@ class FlatShards:
             elements = Elements(
                 shape=place.global_shape,
                 spread=spread,
-                place=None if division is None else division.cut(place.start, most),
+                place=place_of(self.padded, axes, place.start, most),
                 name=place.info.name,
                 region=place.region,
                 start=start - place.start,

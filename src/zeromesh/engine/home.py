@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.engine.control import Control, Span
-from zeromesh.engine.elements import Divided
 from zeromesh.errors import ModelError
 from zeromesh.strategy import Axis, Layout
 
@@ -38,16 +37,27 @@ class Home:
         copies = self.layout.world // self.layout.degree(axes)
         return (Span(group=model.group if self.ambiguous(model) else self.control.group, copies=copies),)
 
-    def divided(self, ranks: tuple[int, ...], numel: int, axes: Sequence[Axis]) -> Divided | None:
-        """How a buffer of `numel` elements lies on the mesh, sharded over `axes`; None where each rank has all of it.
+    def place(
+        self, ranks: tuple[int, ...], padded: int, axes: Sequence[Axis], start: int, numel: int
+    ) -> tuple[object, int, int] | None:
+        """Key of how a tensor at `start` of a flat buffer is divided: the division of the buffer, the first shard with
+        some of its elements, and the number of elements before the next shard begins. Equal where every rank has the
+        same of it; None where each has all.
 
         Args:
             ranks: of the mesh.
+            padded: elements of the buffer, sharded over `axes`.
+            numel: elements of the tensor.
         """
+        mesh = tuple(size for _, size in self.layout.mesh)
         names = [name for name, _ in self.layout.mesh]
         found = tuple((names.index(axis.mesh_axis), axis.size, axis.stride) for axis in axes if axis.size > 1)
-        sizes = tuple(size for _, size in self.layout.mesh)
-        return Divided(ranks=ranks, mesh=sizes, axes=found, numel=numel) if found else None
+        if not found:
+            return None
+        shard = padded // self.layout.degree(axes)
+        first, before = divmod(start, shard)
+        alone = before + numel <= shard
+        return (ranks, mesh, found, 0 if alone else shard), first, 0 if alone else shard - before
 
 
 def require_one_of_a_name(homes: Mapping[str, Home]) -> None:

@@ -23,7 +23,7 @@ from zeromesh.errors import ModelError
 
 _TELLS = (
     allowed.PROPERTIES
-    | frozenset(allowed.spelt("size dim ndimension numel nelement"))
+    | allowed.spelt("size dim ndimension numel nelement")
     | {getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim")}
 )
 

@@ -756,7 +756,7 @@ _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
     _make: allowed.COPIES,
     _draw: allowed.RANDOM,
     _norm: allowed.NORMS,
-    _reduce: allowed.reductions((*REDUCTIONS, *_NUMBERS)),
+    _reduce: allowed.spelt(" ".join((*REDUCTIONS, *_NUMBERS))),
     _unscale: allowed.UNSCALING,
     _count: [torch.numel],
     _set_chosen: allowed.CHOOSING,

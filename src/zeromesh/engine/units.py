@@ -18,6 +18,7 @@ from zeromesh.modules import UnitClasses, clean_name, find_blocks, find_edges, u
 from zeromesh.pieces.region import Region
 from zeromesh.schedule import FlatBuffer, Role, Unit, joined_name, neighbours
 from zeromesh.schedule.unit import HostShare
+from zeromesh.strategy.parts import modules_around
 
 DTYPES = modules.DTYPES | modules.FROZEN_DTYPES
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -229,16 +230,9 @@ def modules_by_unit(model: nn.Module, units: Sequence[ModuleUnit]) -> dict[str, 
 def parts_of_root(model: nn.Module, units: Sequence[ModuleUnit]) -> list[nn.Module]:
     """Modules below the model itself that hold units and are inside none."""
     names = {name for unit in units for name in unit.names if name}
-    holding = {outer for name in names for outer in _around(name)}
-    outside = {name for name in holding - names if names.isdisjoint(_around(name))}
+    holding = {outer for name in names for outer in modules_around(name) if outer}
+    outside = {name for name in holding - names if names.isdisjoint(modules_around(name))}
     return [module for name, module in model.named_modules() if clean_name(name) in outside]
-
-
-def _around(name: str) -> Iterator[str]:
-    """Names of the modules, but the model, that a module of this name is inside of."""
-    for position, letter in enumerate(name):
-        if letter == ".":
-            yield name[:position]
 
 
 def _named_classes(model: nn.Module, classes: UnitClasses) -> list[nn.Module]:

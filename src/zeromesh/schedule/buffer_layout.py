@@ -47,6 +47,9 @@ from zeromesh.wires import coded
 ALIGN_BYTES = 64
 """Each flat buffer starts on a cache line inside its slot, so that vector loads of any dtype are aligned."""
 
+SlotPart = tuple[int, str | None]
+"""Elements in a slot, and their dtype; None for a part that is not there."""
+
 STREAMED_ELEMENTS = 1 << 24
 """Elements of a state shard that come from the host at a time for a step on the device: longer copies are no faster."""
 
@@ -163,7 +166,8 @@ class BufferLayout:
         param = buffer.param_dtype
         padded = layout.padded(buffer.numel, ITEM_BYTES[param])
         stays = role is Role.RESIDENT or all(map(_keeps_all, (layout, *beside)))
-        kept = None if stays else _kept_axis(layout)
+        # The last of the kept axes to be gathered.
+        kept = next((axis for axis in layout.param_axes if axis.stage.kept and axis.size > 1 and not stays), None)
         copied = None if kept is None or kept.stage.hosted else kept
         gathers = _gathers(layout, padded, param, "unshard")
         rest = [step for step in gathers if kept is None or not step.axis.stage.kept]
@@ -238,13 +242,16 @@ class BufferLayout:
         return self.layout.degree(self.layout.param_axes) > 1 or "params" in self.on_host_kinds
 
     @property
-    def reduce_slot_bytes(self) -> int:
-        """Bytes in its unit's reduce slot: of a gradient that waits, then of the gradient shard, if that lies on the
-        host otherwise."""
-        waiting = self.slot_bytes(self.slot_dtype) if self.waits else 0
-        if "grads" not in self.on_host_kinds:
-            return waiting
-        return waiting + slot_bytes(self.numel(self.layout.grad_axes), self.buffer.grad_dtype)
+    def gather_part(self) -> SlotPart:
+        """Its part of its unit's gather slot."""
+        return self.padded, self.buffer.param_dtype if self.gathered else None
+
+    @property
+    def reduce_parts(self) -> tuple[SlotPart, SlotPart]:
+        """Its parts of its unit's reduce slot: a gradient that waits, and the gradient shard if that lies on the host
+        otherwise."""
+        grads = self.buffer.grad_dtype if "grads" in self.on_host_kinds else None
+        return (self.padded, self.slot_dtype if self.waits else None), (self.numel(self.layout.grad_axes), grads)
 
     @property
     def waits(self) -> bool:
@@ -254,10 +261,6 @@ class BufferLayout:
     def numel(self, axes: Sequence[Axis]) -> int:
         """Elements of one rank's shard over `axes`."""
         return self.padded // self.layout.degree(axes)
-
-    def slot_bytes(self, dtype: str) -> int:
-        """Bytes of the whole buffer in a slot, in `dtype`."""
-        return slot_bytes(self.padded, dtype)
 
     def shard(self, axes: Sequence[Axis], coordinates: dict[str, int]) -> slice:
         """The range that a rank holds of the buffer sharded over `axes`."""
@@ -275,12 +278,9 @@ class BufferLayout:
     def collected_dtype(self, *, alone: bool) -> str:
         """Dtype into which autograd's gradient is copied; `alone`: [Note: Alone]."""
         made, held = self.buffer.param_dtype, self.slot_dtype if self.waits else self.buffer.grad_dtype
-        sent = (
-            []
-            if self.waits or "grads" in self.on_host_kinds
-            else [step.wire for step in self.routes["boundary"].steps[:1]]
-        )
-        return made if alone and sent == [made] and ITEM_BYTES[made] < ITEM_BYTES[held] else held
+        stays = not self.waits and "grads" not in self.on_host_kinds
+        sent = [step.wire for step in self.routes["boundary"].steps[:1] if alone and stays]
+        return made if sent == [made] and ITEM_BYTES[made] < ITEM_BYTES[held] else held
 
     @property
     def host(self) -> Stage:
@@ -393,9 +393,9 @@ def place(
     return tuple(tuple(placed(unit.role, buffer, beside(unit)) for buffer in unit.buffers) for unit in units)
 
 
-def slot_bytes(numel: int, dtype: str) -> int:
-    """Bytes of so many elements in a slot."""
-    return -(-numel * ITEM_BYTES[dtype] // ALIGN_BYTES) * ALIGN_BYTES
+def slot_bytes(part: SlotPart) -> int:
+    numel, dtype = part
+    return 0 if dtype is None else -(-numel * ITEM_BYTES[dtype] // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _on_host_kinds(layout: Layout, buffer: FlatBuffer, kept: Axis | None) -> AbstractSet[str]:
@@ -421,11 +421,6 @@ def _keeps_all(layout: Layout) -> bool:
     """Whether all parameters gathered under this layout are kept on the device from forward to backward."""
     axes = [axis for axis in layout.param_axes if axis.size > 1]
     return all(axis.stage.kept and not axis.stage.hosted for axis in axes) if axes else not layout.gathers
-
-
-def _kept_axis(layout: Layout) -> Axis | None:
-    """The last of the kept ones to be gathered."""
-    return next((axis for axis in layout.param_axes if axis.stage.kept and axis.size > 1), None)
 
 
 def _gathers(layout: Layout, padded: int, dtype: str, lane: LaneKind) -> list[Transfer]:

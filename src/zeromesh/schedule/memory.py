@@ -7,10 +7,10 @@ Each lane also has a workspace for its collectives, which do one job at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zeromesh.schedule.buffer_layout import BufferLayout, Persistent
+from zeromesh.schedule.buffer_layout import BufferLayout, Persistent, Route, slot_bytes
 from zeromesh.schedule.transfer import LANES, LaneKind, Transfer
 from zeromesh.schedule.unit import Role
 
@@ -45,13 +45,13 @@ def plan_gather_slots(placed: Buffers, prefetch: int) -> SlotPlan:
 
     A unit always lands in the same slot, since tensors that autograd saved point into it.
     """
-    sizes = [sum(p.slot_bytes(p.buffer.param_dtype) for p in unit if p.gathered) for unit in placed]
+    sizes = [sum(slot_bytes(p.gather_part) for p in unit) for unit in placed]
     return _plan_slots([any(p.stays for p in unit) for unit in placed], sizes, prefetch + 1)
 
 
 def plan_reduce_slots(placed: Buffers) -> SlotPlan:
     """REDUCE_SLOTS slots of the largest block, one more for each resident unit; of gradients that wait at all."""
-    sizes = [sum(p.reduce_slot_bytes for p in unit) for unit in placed]
+    sizes = [sum(slot_bytes(part) for p in unit for part in p.reduce_parts) for unit in placed]
     return _plan_slots([any(p.role is Role.RESIDENT for p in unit) for unit in placed], sizes, REDUCE_SLOTS)
 
 
@@ -90,19 +90,23 @@ class MemoryPlan:
 
     @classmethod
     def of(cls, placed: Buffers, prefetch: int, messages: bool | None = None, *, triton: bool = True) -> MemoryPlan:
+        """The plan of these buffers; the other arguments are those of `Schedule.of`."""
         each = {id(buffer): buffer for unit in placed for buffer in unit}  # a model's blocks share theirs
 
         def by_unit(shards: Callable[[BufferLayout], Persistent]) -> tuple[tuple[Persistent, ...], ...]:
             found = {key: shards(buffer) for key, buffer in each.items()}
             return tuple(tuple(found[id(buffer)] for buffer in unit) for unit in placed)
 
+        def longest(of: Callable[[Route], Iterable[int]]) -> dict[LaneKind, int]:
+            return {lane: max((n for b in each.values() for n in of(b.routes[lane])), default=0) for lane in LANES}
+
         hosted = any(buffer.on_host_kinds for buffer in each.values())
         return cls(
             persistent=by_unit(lambda buffer: buffer.persistent),
             gather=plan_gather_slots(placed, prefetch),
             reduce=plan_reduce_slots(placed),
-            staging={lane: max((b.routes[lane].staging_bytes for b in each.values()), default=0) for lane in LANES},
-            workspace=dict.fromkeys(LANES, 0) if messages is None else workspace_by_lane(placed, messages, triton),
+            staging=longest(lambda route: [route.staging_bytes]),
+            workspace=longest(lambda route: (_workspace_bytes(step, messages, triton) for step in route.steps)),
             host=cls(persistent=by_unit(lambda buffer: buffer.on_host)) if hosted else None,
         )
 
@@ -147,27 +151,10 @@ ALIGN = 64
 """Parts begin at multiples of this many elements, so that vector loads of any dtype are aligned."""
 
 
-def workspace_by_lane(placed: Buffers, messages: bool, triton: bool = True) -> dict[LaneKind, int]:
-    """Bytes that each lane needs, which does one collective at a time.
-
-    Args:
-        placed: all buffers.
-        messages: ranks exchange messages and sum them; otherwise the backend sums.
-        triton: whether the devices have it.
-    """
-    each = {id(buffer): buffer for unit in placed for buffer in unit}.values()  # a model's blocks share theirs
-
-    def needed(lane: LaneKind) -> int:
-        steps = (step for buffer in each for step in buffer.routes[lane].steps)
-        return max((_workspace_bytes(step, messages, triton) for step in steps), default=0)
-
-    return {lane: needed(lane) for lane in LANES}
-
-
-def _workspace_bytes(step: Transfer, messages: bool, triton: bool) -> int:
+def _workspace_bytes(step: Transfer, messages: bool | None, triton: bool) -> int:
     """Bytes that one step needs; a lossless gather works in place, and so do a backend's own sums."""
     form, gathers = step.form, step.operation == "all_gather"
-    if form is None and (gathers or not messages):
+    if messages is None or (form is None and (gathers or not messages)):
         return 0
     if messages or form is None:
         return MESSAGES_BYTES

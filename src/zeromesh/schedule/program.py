@@ -243,8 +243,10 @@ def _program(
         program[PointKind.PRE_BACKWARD, unit] = (Op(Action.UNSHARD, unit), *_prefetches(prefetch, units, behind))
         program[PointKind.PRE_RECOMPUTE, unit] = (Op(Action.UNSHARD, unit),)
         program[PointKind.POST_RECOMPUTE, unit] = ()
+        exposed = () if overlaps else (Op(Action.SYNC, unit),)
+        reduction = (Op(Action.REDUCE, unit), *exposed) if units[unit].trainable else ()
         # The gather for the unit before was issued at PRE_BACKWARD: on one communicator it must not queue behind this.
-        program[PointKind.POST_BACKWARD, unit] = (Op(Action.DROP, unit), *_reduce(overlaps, units[unit], unit))
+        program[PointKind.POST_BACKWARD, unit] = (Op(Action.DROP, unit), *reduction)
     drop = _each(Action.DROP, order)
     program[PointKind.END_FORWARD, -1] = drop
     program[PointKind.LEAVE, -1] = () if gathers else _each(Action.RESHARD, order)
@@ -261,13 +263,6 @@ def _each(action: Action, order: Sequence[int]) -> tuple[Op, ...]:
 
 def _refreshes(units: Sequence[_Facts], which: Sequence[int]) -> tuple[Op, ...]:
     return tuple(Op(Action.REFRESH, unit) for unit in which if units[unit].trainable)
-
-
-def _reduce(overlaps: bool, facts: _Facts, unit: int) -> tuple[Op, ...]:
-    if not facts.trainable:
-        return ()
-    exposed = () if overlaps else (Op(Action.SYNC, unit),)
-    return (Op(Action.REDUCE, unit), *exposed)
 
 
 def _prefetches(count: int, units: Sequence[_Facts], following: Sequence[int]) -> tuple[Op, ...]:

@@ -174,13 +174,9 @@ class Layout:
         """Number of shards over the given axes."""
         return prod(axis.size for axis in axes)
 
-    def multiple(self, item_bytes: int = COMPUTED_BYTES) -> int:
-        """The length of a flat buffer with elements of that size is padded to a multiple of this."""
-        return self.world * (CHUNK_BYTES // min(item_bytes, COMPUTED_BYTES))
-
     def padded(self, numel: int, item_bytes: int = COMPUTED_BYTES) -> int:
         """`numel` rounded up: [Note: Padding]."""
-        multiple = self.multiple(item_bytes)
+        multiple = self.world * (CHUNK_BYTES // min(item_bytes, COMPUTED_BYTES))
         return -(-numel // multiple) * multiple
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -45,7 +45,7 @@ def buffer_of(
     ]
     spec = Precision().buffer(sum(map(prod, shapes)), dtype, trainable)
     buffer = FlatShards.allocate(BufferLayout.of(layout, spec), infos, layout.coordinates(rank), torch.device("cpu"))
-    buffer.make_optimizer_params((), (), lambda numel, axes: None, {})
+    buffer.make_optimizer_params((), (), lambda *_: None, {})
     return buffer
 
 

@@ -23,7 +23,7 @@ from zeromesh.engine.chain import Scratch, reduce_chains, refresh_chain, unshard
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import DTYPES, ParamInfo
 from zeromesh.schedule import LANES, BufferLayout, FlatBuffer
-from zeromesh.schedule.memory import workspace_by_lane
+from zeromesh.schedule.memory import MemoryPlan
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat
 from zeromesh.wires.format import Codec
@@ -88,7 +88,7 @@ def launched(strategy: str, sizes: Sequence[int]) -> dict[str, int]:
         torch.zeros(placed.padded, dtype=DTYPES[placed.slot_dtype]) if layout.degree(layout.grad_axes) > 1 else None
     )
     shards.bind(torch.zeros(placed.padded, dtype=torch.bfloat16) if sharded else None, waiting)
-    room = workspace_by_lane([[placed]], messages=False)
+    room = MemoryPlan.of([[placed]], 1, messages=False).workspace
     scratch = {
         lane: Scratch(*(torch.zeros(n, dtype=torch.uint8) for n in (placed.routes[lane].staging_bytes, room[lane])))
         for lane in LANES

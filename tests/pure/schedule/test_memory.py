@@ -14,8 +14,8 @@ from tests.pure.strategy.mixes import mixes, notation
 from zeromesh.collectives.ho_ring.slices import sum_terms
 from zeromesh.errors import InternalError
 from zeromesh.schedule import ITEM_BYTES, BufferLayout, FlatBuffer, Role, Schedule, Unit, place
-from zeromesh.schedule.buffer_layout import ALIGN_BYTES
-from zeromesh.schedule.memory import REDUCE_SLOTS, part_numel, workspace_by_lane
+from zeromesh.schedule.buffer_layout import ALIGN_BYTES, slot_bytes
+from zeromesh.schedule.memory import REDUCE_SLOTS, MemoryPlan, part_numel
 from zeromesh.strategy import Layout
 from zeromesh.wires import QuantFormat
 
@@ -188,7 +188,7 @@ def test_slots_buffers_and_frozen_parameters():
     for dtype, size in ITEM_BYTES.items():
         for numel in (1, 31, 10_000):
             placed = BufferLayout.of(Layout.of("node=3", [("node", 2)]), buffer(numel))
-            room = placed.slot_bytes(dtype)
+            room = slot_bytes((placed.padded, dtype))
             assert room % ALIGN_BYTES == 0 and placed.padded * size <= room < placed.padded * size + ALIGN_BYTES
     layout = Layout.of("node=3,cluster=3k", [("node", 2), ("cluster", 2)])
     plan = Schedule.of(layout, stack(64, 3), messages=True).memory
@@ -205,7 +205,7 @@ LONG = 1 << 22
 
 def lanes(strategy: str, mesh: list[tuple[str, int]], *, messages: bool) -> dict[str, int]:
     layout = Layout.of(strategy, mesh)
-    workspace = workspace_by_lane(place(layout, stack(LONG, 2)), messages)
+    workspace = MemoryPlan.of(place(layout, stack(LONG, 2)), 1, messages).workspace
     return {lane: size for lane, size in workspace.items() if size}
 
 
@@ -249,7 +249,7 @@ def test_without_triton_the_codec_has_room_too() -> None:
     """12 bytes an element and 8 a block, of a part; stochastic rounding, of sums without feedback, 14."""
     layout = Layout.of("node=3@int8/int8,cluster=0", FOURS)
     placed = place(layout, stack(LONG, 2))
-    fused, torchs = (workspace_by_lane(placed, False, triton) for triton in (True, False))
+    fused, torchs = (MemoryPlan.of(placed, 1, False, triton=triton).workspace for triton in (True, False))
     piece = -(-LONG // 4 // (2 * 1024)) * 1024
     assert torchs["unshard"] - fused["unshard"] == 12 * piece + 8 * piece // 128
     assert torchs["reduce"] - fused["reduce"] == 14 * piece + 8 * piece // 128

@@ -47,7 +47,7 @@ def test_shards_cover_exactly(layout, numel):
     """Disjoint, complete, in bounds, equally long; each held by as many ranks as there are replicas. The state shard
     lies in both others; coordinates count the innermost axis fastest."""
     padded = layout.padded(numel)
-    assert padded % layout.multiple() == 0 and numel <= padded < numel + layout.multiple()
+    assert padded % layout.padded(1) == 0 and numel <= padded < numel + layout.padded(1)
     everyone = [tuple(each[axis.name] for axis in reversed(layout.axes)) for each in ranks(layout)]
     assert everyone == list(itertools.product(*(range(axis.size) for axis in reversed(layout.axes))))
     for axes in degrees(layout):
