@@ -38,7 +38,6 @@ class Sent:
 
     Args:
         operation: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
-        axis: name of the axis.
         sent_bytes: payload to other ranks.
         messages: number of sends, or of native collectives.
     """
@@ -54,10 +53,8 @@ class Channel:
     """One communicator of an axis.
 
     Args:
-        process_group: torch's.
         serial: counts the channels between these ranks; the same on each of them.
         started: counts its collectives, so that messages of different ones cannot be taken for each other.
-        failed: whether one of them has.
     """
 
     process_group: dist.ProcessGroup
@@ -73,9 +70,6 @@ class Channel:
 @dataclass(frozen=True)
 class Transport(ABC):
     """Moves tensors between the ranks of an axis.
-
-    Args:
-        device_type: of the tensors.
 
     Attributes:
         messages: this rank's threads send, receive and sum; otherwise the backend does.
@@ -128,10 +122,7 @@ class AxisGroup:
     """The ranks along one axis that this rank exchanges with.
 
     Args:
-        name: of the axis.
         ranks: their global ranks, in the order of their index on the axis.
-        rank: this rank's own index.
-        transport: how they exchange.
         gather, reduce: communicators; the same ranks in the same order.
         timeout_s: after which a collective fails.
         record: is told of every collective; an observer for tests and byte counters.
@@ -166,8 +157,6 @@ class Exchange:
     """One collective on one channel of a group: its messages, its observer, its errors.
 
     Args:
-        group, channel: whose.
-        operation: for tags, messages and the observer.
         shape: lengths, and formats, that all ranks must agree on.
     """
 

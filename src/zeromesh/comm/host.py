@@ -29,7 +29,6 @@ class HostLink:
     Args:
         name: in reports, beside those of axes.
         arena: the host's memory, which stays registered as long as this lives.
-        device: that is copied to and from.
         ranks: of this machine, which share its memory.
         record: is told of every copy; an observer for tests and byte counters.
     """
@@ -82,7 +81,6 @@ class HostArena:
 
     Args:
         num_bytes: of all that will be taken; at least 1.
-        device: that it is copied to and from.
         chunk_bytes: it is registered in chunks of so many, since CUDA does nothing else meanwhile, and no copy may lie
             in two; None for one piece.
 

@@ -145,8 +145,6 @@ class Lane:
     Dropping the lane ends its thread. The end of the process ends it too, after the jobs under way (`drain`).
 
     Args:
-        name: for threads and messages.
-        device: of the tensors that the jobs touch.
         inline: run each job in `submit`.
     """
 
@@ -162,8 +160,6 @@ class Lane:
         """Queues `job`; it runs after all jobs submitted before, and after that of another lane.
 
         Args:
-            job: called without arguments.
-            label: its name in messages.
             after: a job of another lane. If it fails, this one is not run and fails with the same cause.
         """
         ticket = Ticket(label)

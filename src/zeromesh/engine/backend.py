@@ -85,8 +85,6 @@ class UnitShards:
     """One unit on this rank: its flat buffers, and which of its gradients there are.
 
     Args:
-        name: of the unit.
-        buffers: its flat buffers.
         shares_slot: whether other units are gathered into its slot.
         closes: whether parameters are swapped back as its own forward returns; else as the outermost returns.
         used: by (buffer, parameter): whether it has had a gradient in this step.
@@ -255,11 +253,7 @@ class DeviceBackend:
     Args:
         units: in the schedule's order.
         layouts: of the model, then of its parts.
-        groups: by axis name.
-        lanes: by kind.
-        scratch: the memory of each lane's jobs.
         host: copies to and from its memory; None if nothing lies there.
-        device: of the lanes.
         registered: whether slots lie in registered memory.
 
     Attributes:

@@ -180,7 +180,6 @@ class _Part:
     """Some parameters of an optimizer, to be stepped on by themselves: those that lie here.
 
     Args:
-        optimizer: the whole one.
         attributes: of its own, a GradScaler's numbers among them.
         backend: of the slices' engine, and their `unit`; None for other parameters.
 

@@ -92,8 +92,6 @@ def make_homes(
     """Where each layout is: on the model's mesh, or that of its part. All ranks call this together.
 
     Args:
-        layouts: of the model, under "", and of parts.
-        mesh: of the model.
         meshes: of parts that have one of their own.
         beyond: of the model's mesh, and of those.
         control: of the model's mesh alone.
@@ -192,9 +190,6 @@ def take_host_memory(
     """Memory of the host for this rank's shards, and its share of the host's cores; all ranks call this together.
 
     Args:
-        wanted: bytes.
-        control: all ranks.
-        device: whose copies go there.
         call: of the user, and how it could take `less`, for the message.
 
     Raises:

@@ -66,11 +66,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 class CastCalls:
-    """The calls of one unit that are under way, inner ones last: [Note: Cast containers].
-
-    Args:
-        dtype: that floating tensors are cast to.
-    """
+    """The calls of one unit that are under way, inner ones last: [Note: Cast containers]."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -44,7 +44,6 @@ class Scratch:
 
     Args:
         staging: bytes for regions in a wire's dtype.
-        workspace: bytes for the collectives.
     """
 
     staging: Tensor
@@ -165,7 +164,6 @@ def require_wires(
 
     Args:
         layouts: of the model, under "", and of its parts.
-        units: of the model.
         repeated: by part, a parameter that ranks beyond the mesh have too, each in a buffer of its own.
 
     Raises:

@@ -66,10 +66,8 @@ class Control:
 
     Args:
         group: of all ranks of the mesh; None on a single rank.
-        size: number of ranks.
         rank: of this one in the mesh, innermost axis fastest.
         source: global rank of the mesh's first.
-        device: of the exchanged values.
         beyond: groups along further axes that the model is spread over, in an order that all ranks share: [Note:
             Beyond].
         ranks: the global ranks of all; empty before `met`.
@@ -378,7 +376,6 @@ class Progress:
     """Each rank writes down which exchange it has come to; who has not come to this one is missing.
 
     Args:
-        store: torch's.
         key: of these ranks, in the store.
         rank, size: in the group.
         count: of the exchanges that this rank has come to, those of the group's users before among them.

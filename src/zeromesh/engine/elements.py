@@ -33,14 +33,11 @@ class Elements:
     """The elements of one slice: [Note: Elements]. Only `shape`, `spread` and `place` are compared.
 
     Args:
-        shape: of the whole tensor.
+        shape: of the whole tensor; `numel` is of the slice.
         spread: how it lies as a DTensor; None for a plain one.
         place: the key from `Home.place`; None where no axis divides the buffer, so every rank has all of it.
-        name: of the parameter.
-        layout: the strategy, for messages.
         region: the part of the tensor that this rank's data-parallel ranks have together.
         start: of the slice, in the flattened region.
-        numel: of the slice.
         spans: the ranks that the tensor is divided over, for sums over its elements.
         control: all ranks that have the tensor.
         writes: whether this rank, and no other that has the same of it beyond the mesh, saves it.

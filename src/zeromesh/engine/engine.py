@@ -49,11 +49,8 @@ class Engine:
     """Runs one model's schedule.
 
     Args:
-        schedule: of the step.
         backend: its shards on this rank, and the lanes.
         homes: where each layout is, the model's under "".
-        precision: dtypes.
-        model: the sharded one.
         debug: compare the parameters of units before and after every use.
     """
 

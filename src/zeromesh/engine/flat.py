@@ -98,9 +98,6 @@ class FlatShards:
     """One flat buffer on this rank; see the module's picture.
 
     Args:
-        placed: its shards and transfers, as planned.
-        coordinates: of this rank, by axis name.
-        places: its parameters.
         device: of all tensors that are not on the host.
         cast: on the host, the state shard's compute copy on its way to the device.
         states: on the host, those of optimizers that step on the device, by name; each is as long as `master`. An
@@ -410,7 +407,6 @@ class FlatShards:
         """Shows a gradient of the step that has ended, added to one that is shown already.
 
         Args:
-            position: of the parameter.
             used: some rank has had a gradient of it.
             reduced: `grads` holds it, or zeros.
         """

@@ -25,11 +25,7 @@ _BLOCK = 1024
 
 
 class SlotGuard:
-    """A `schedule.Backend` before another one. It waits for the device at each use, so it is slow.
-
-    Args:
-        backend: does the work.
-    """
+    """A `schedule.Backend` before another one. It waits for the device at each use, so it is slow."""
 
     _interpreter: Interpreter[Ticket]
 

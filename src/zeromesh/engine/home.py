@@ -17,9 +17,7 @@ class Home:
     """Where one layout is: that of the model, or of a part of it.
 
     Args:
-        layout: of the strategy on the mesh.
         mesh: None in a single process.
-        control: the mesh's ranks.
     """
 
     layout: Layout

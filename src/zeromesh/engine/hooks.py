@@ -34,7 +34,6 @@ def install(
 
     Args:
         engine: held weakly.
-        unit: its index.
         modules: the unit's; the forward of each is one call of the unit.
         cast: dtype that floating-point inputs are cast to; None leaves them.
         alone: they hold units (an encoder, the body below a head). Only calls in no other forward of the model count:

@@ -52,10 +52,6 @@ class Step(enum.Enum):
 class Changes:
     """Changes of one model's parameters, and the copies that have to follow: [Note: Refreshes].
 
-    Args:
-        interpreter: of the model's schedule.
-        units: in the schedule's order.
-
     Attributes:
         by_hand: parameters that somebody has written to, outside of any optimizer's step.
         waiting: units that have yet to be brought up to date with their masters.
@@ -129,7 +125,6 @@ class Agreement:
     Args:
         interpreter: whose order of units is compared, and which adopts it once all ranks have the same.
         backend: whose parameters are used.
-        control: all ranks.
     """
 
     def __init__(self, interpreter: Interpreter[Ticket], backend: DeviceBackend, control: Control) -> None:

@@ -34,7 +34,6 @@ class Materialiser:
     Args:
         model: any of it may be on the meta device.
         units: its units; each module belongs to the innermost around it.
-        device: where tensors are made.
         init: initialises one module's own parameters, in place, and buffers, also by assigning others. Default:
             Hugging Face's `_init_weights` of the nearest model around the module, else its `reset_parameters`.
         first: whether this rank is the one whose values count.
@@ -189,8 +188,6 @@ def read_lazy(model: nn.Module, buffers: Iterable[FlatShards], lazy: Mapping[str
     """Fills this rank's slices, and tensors that are whole on every rank.
 
     Args:
-        model: sharded.
-        buffers: its own.
         lazy: sources by name, as `lazy_sources` found them before the model was sharded.
 
     Raises:

@@ -179,11 +179,8 @@ class ShardedParameter(Slice, nn.Parameter):
     """This rank's slice of a parameter's master, as the optimizer holds it. See [Note: Slices].
 
     Attributes:
-        unit: index of the unit it belongs to.
-        engine: weak reference to the engine.
         on_host: whether it lies in the host's memory, where an optimizer then steps on it.
         streamed: whether an optimizer steps on the device although it lies there.
-        grads_on: where its gradients lie.
         changed: the unit's generation in which its values last changed.
         changed_by: weak reference to the optimizer that changed them then; None: a load, or a user by hand.
     """

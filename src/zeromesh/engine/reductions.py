@@ -183,8 +183,6 @@ def whole_value(name: str, elements: Elements, operands: Sequence[Tensor], optio
     """The number of the whole tensor, 0-d, on every rank.
 
     Args:
-        name: in `REDUCTIONS`.
-        elements: of the slice.
         operands: this rank's elements of each.
         options: of the function; alike on all ranks.
     """

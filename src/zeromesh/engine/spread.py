@@ -39,10 +39,8 @@ class Spread:
     """How a DTensor lies on its mesh: [Note: Spread].
 
     Args:
-        mesh: its own.
         placements: by dimension of the mesh, `Shard` or `Replicate`; one may be `_StridedShard`.
-        shape: of the whole tensor.
-        stride: of the whole tensor.
+        shape, stride: of the whole tensor.
     """
 
     mesh: DeviceMesh
@@ -60,11 +58,7 @@ class Spread:
         return dtensor_region(self.shape, self.mesh, self._placed(dims, there=False))
 
     def part_of_joined(self, dims: Collection[int], coordinate: Sequence[int]) -> Region:
-        """The part of the joined region that one of these ranks holds.
-
-        Args:
-            coordinate: of the rank on the mesh.
-        """
+        """The part of the joined region that one of these ranks holds."""
         return dtensor_region(self.joined(dims).sizes, self.mesh, self._placed(dims, there=True), coordinate)
 
     def _placed(self, dims: Collection[int], *, there: bool) -> list[Placement]:

@@ -72,7 +72,6 @@ class ParamInfo:
 
     Args:
         names: its qualified names without wrappers' parts, one for each place.
-        param: as the model had it.
         sites: every place that holds it: the `_parameters` of the owning module, and the key. Dicts, not modules, so
             that the engine does not keep the model alive.
         spread: of a DTensor, how it lies on its mesh.
@@ -114,7 +113,6 @@ class ModuleUnit:
     Args:
         names: of its modules, without wrappers' parts; one, unless units were joined; "" for the root.
         modules: where hooks go: the outermost wrapper of each.
-        role: how long its gathered parameters live.
         groups: its parameters, by (dtype, trainable, part, whether the stage of the host is not for them), each the
             content of one flat buffer, in order.
     """
@@ -154,7 +152,6 @@ def find_units(
     """Cuts `model` into units, root first, then in order of registration.
 
     Args:
-        model: any module.
         classes: classes (or their names) of the modules that are gathered as one. Default: those that a Hugging
             Face model names in `_no_split_modules`, else the members of its repeated `nn.ModuleList`; then also the
             input embedding and the output head.

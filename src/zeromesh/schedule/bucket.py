@@ -25,9 +25,7 @@ class Shipment:
     """The messages that one rank sends to others over one axis.
 
     Args:
-        axis: over which axis of the layout.
         numel: elements, to all others together.
-        wire: dtype of its messages.
     """
 
     axis: Axis

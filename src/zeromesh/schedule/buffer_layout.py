@@ -133,9 +133,6 @@ class BufferLayout:
     """A flat buffer of a unit under a layout; the same on every rank but for the ranges.
 
     Args:
-        layout: the strategy on its mesh.
-        buffer: lengths and dtypes.
-        role: of its unit.
         stays: whether its unit stays gathered from forward to backward, in a slot of its own.
         padded: the buffer's length: [Note: Padding] of the layout.
         routes: the transfers of each lane. A gradient waits in its reduce slot in the dtype that the lane `reduce`
@@ -378,8 +375,6 @@ def place(
 
     Args:
         layout: of buffers that are in no part.
-        units: of the model.
-        parts: layouts of its parts.
     """
     layouts = {"": layout, **parts}
 

@@ -50,10 +50,8 @@ class UnitState(Generic[T]):
         full: the generation in its gather slot.
         kept: the generation of its secondary copy.
         in_use: the model is pointed at the gathered parameters.
-        ticket: of a gather under way.
-        refreshing: of a refresh under way.
+        ticket, refreshing, reducing: tickets of a gather, refresh or reduction under way.
         taking: of a reduction that still reads the reduce slot.
-        reducing: of a reduction under way.
         grad: how far this step's gradient is.
     """
 
@@ -74,10 +72,7 @@ class Interpreter(Generic[T]):
     """Runs `schedule` on `backend`.
 
     Args:
-        schedule: ops by point.
-        backend: who does it.
         watch: is told of every point as it is reached, before its ops; an observer for traces.
-        states: by unit.
         gather_slots, reduce_slots: which unit has each; None is free.
         forward: that runs, outside a backward or (a recomputation) inside.
         backward: that runs.
@@ -113,7 +108,6 @@ class Interpreter(Generic[T]):
         """Before a unit's forward, or its repetition inside the backward.
 
         Args:
-            unit: its index.
             read: another unit's forward has read its parameters, so it is open until the outermost forward ends.
         """
         if self.forward is None:
@@ -130,7 +124,6 @@ class Interpreter(Generic[T]):
         """After a unit's forward.
 
         Args:
-            unit: its index.
             backward: whether its outputs will bring the call that is returned to `pre_backward`.
             hidden: nothing of its outputs can, though a gradient may come to its parameters.
             untraced: autograd did not record the call.
@@ -193,7 +186,6 @@ class Interpreter(Generic[T]):
         """An optimizer, a load or the user has changed the masters of `units`.
 
         Args:
-            units: their indices.
             refresh: those to bring up to date now, of these or of earlier calls; None for `units`.
         """
         self.watch(PointKind.STEPPED, -1)

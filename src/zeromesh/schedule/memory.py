@@ -28,7 +28,6 @@ class SlotPlan:
 
     Args:
         slot_of: by unit index, the slot's index; None for units that need none.
-        slot_bytes: by slot index.
     """
 
     slot_of: tuple[int | None, ...] = ()
@@ -74,8 +73,6 @@ class MemoryPlan:
     """Bytes on one device of everything the engine allocates.
 
     Args:
-        persistent: by unit, by flat buffer.
-        gather, reduce: the slots.
         staging: by lane, the longest region that it casts around a wire.
         workspace: by lane, memory of its collectives beside the regions that they work on.
         host: the plan of the host's memory, where anything lies there.

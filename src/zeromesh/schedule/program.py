@@ -104,9 +104,7 @@ class Schedule:
         layout: the strategy on its mesh, which also says how the step overlaps.
         parts: layouts of the model's parts, each for the buffers that name it.
         units: in the order in which the model registers them, root first.
-        placed: the buffers of each.
         order: unit indices in the order of the forward.
-        memory: every buffer, in bytes.
         buckets: of whole tensors, of each optimizer that steps on such.
         beyond: axes beyond the layouts, which only whole tensors cross.
         shards_params: whether any layout does: all ranks then call all units in the same order.
@@ -152,7 +150,6 @@ class Schedule:
         """The schedule of `units` under `layout`, in the order of registration until the first forward shows another.
 
         Args:
-            layout: the strategy on its mesh.
             units: root first; block units in the order of the model's repeated list.
             parts: layouts of the parts that buffers of `units` name.
             messages: whether ranks exchange messages, which decides the workspaces of their collectives; None counts

@@ -158,7 +158,6 @@ class Call:
 
     Args:
         forward: that it was a part of.
-        unit: its index.
         end: the place of its end among the forward's marks.
         generation: of the unit's parameters then.
     """

@@ -127,10 +127,7 @@ def step_transfers(
     """Every collective of one step in steady state, as (unit, transfer), in the order of issue.
 
     Args:
-        schedule: of the step.
-        micro_batches: at least 1.
         recompute: whether the forwards of all blocks are repeated in the backward.
-        returned: as in `run_micro_batch`.
         moments: of a buffer of a unit, by their indices: how many states of each element every optimizer keeps that
             steps on it on the device.
     """

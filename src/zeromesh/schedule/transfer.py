@@ -37,9 +37,7 @@ class Transfer:
 
     Args:
         operation: of torch.distributed; or ``up``, ``down``.
-        axis: over which axis of the layout; or the host's.
         numel: elements of the whole region: the result of a gather, the input of a reduction, a copy.
-        wire: dtype of its messages.
     """
 
     operation: Operation | Copying

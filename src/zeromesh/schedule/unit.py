@@ -81,7 +81,6 @@ class HostShare:
     elements are the share.
 
     Args:
-        percent: the share.
         trained: elements of all trained tensors.
     """
 
@@ -100,7 +99,6 @@ class Unit:
 
     Args:
         name: the module's qualified name; "" for the root.
-        role: how long its gathered parameters live.
         buffers: its flat buffers, at most one for each (dtype, trainable or frozen, part, place).
     """
 

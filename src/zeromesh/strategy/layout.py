@@ -42,10 +42,8 @@ class Axis:
         name: unique label: the mesh axis's name, of a split axis with its size, as ``node[2]`` (the second part of a
             size is ``node[2]#2``); behind the name of the part of the model whose layout it belongs to, if to one.
         mesh_axis: the mesh axis it is (a part of).
-        size: number of ranks along it.
         stride: distance, along the mesh axis, between neighbours on this axis.
         stage: that says which of P, G and OS are sharded over it.
-        wire: dtypes sent on it.
     """
 
     name: str
@@ -194,7 +192,6 @@ class Layout:
         Args:
             padded: length, a multiple of the product of the axes' sizes.
             axes: a prefix of `significant`.
-            coordinates: of the rank, by axis name.
         """
         index = 0
         for axis in axes:

@@ -55,7 +55,6 @@ def with_given(strategy: Strategy, parts: Mapping[str, Part], axes: Mapping[str,
     """`strategy` with the strategies that `parts` gives beside the notation.
 
     Args:
-        strategy: of the model.
         parts: by name.
         axes: names of the axes of the mesh that each is on, innermost first, for presets.
 
@@ -81,8 +80,6 @@ def layouts_of(strategy: Strategy, mesh: Sizes, meshes: Mapping[str, Sizes]) -> 
     """The layout of each part, and under "" that of all other modules.
 
     Args:
-        strategy: with its parts.
-        mesh: of the model.
         meshes: of the parts that have one of their own.
 
     Raises:
@@ -126,7 +123,6 @@ def require_known(names: Iterable[str], modules: Mapping[str, str]) -> None:
     """Raises NotationError for a part that no module belongs to.
 
     Args:
-        names: of parts.
         modules: class names by qualified name.
     """
     for part in names:

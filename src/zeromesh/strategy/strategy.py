@@ -45,9 +45,7 @@ class AxisStage:
     """One term of a strategy.
 
     Args:
-        name: the mesh axis.
         stage: that says which of P, G and OS are sharded over it.
-        wire: dtypes sent on it.
         split: None for the whole axis; a size for a part of it; "*" for the rest of it.
         spelt: the size that the parts of a whole axis were given with, which the mesh must have; the term's
             meaning does not depend on it.
