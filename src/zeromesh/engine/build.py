@@ -358,9 +358,10 @@ def _sync_buffers(model: nn.Module, device: torch.device, homes: Mapping[str, Ho
     """The first rank's buffers, and frozen parameters of dtypes that are not sharded, to all that share them."""
     whole, apart = homes[""].control, dict[nn.Module, Control]()
     if len(homes) > 1:
-        from zeromesh.engine.parts import buffers_apart  # of parts=
+        from zeromesh.engine.parts import modules_apart  # of parts=
 
-        apart = buffers_apart(model, homes)
+        found = modules_apart(model, {part: home.layout for part, home in homes.items()})
+        apart = {module: homes[part].control for _, module, part in found}
     for module in model.modules():
         control = apart.get(module, whole)
         for key, buffer in module._buffers.items():

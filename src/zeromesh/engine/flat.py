@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from zeromesh.engine.control import Span
 from zeromesh.engine.elements import Elements, Place
 from zeromesh.engine.leaf import Leaf, PlainLeaf, make_leaf
-from zeromesh.engine.param import ShardedParameter, Slice, leave_memory, make_slice, return_memory
+from zeromesh.engine.param import ShardedParameter, Slice, give_memory, make_slice, slice_of
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ParamInfo
 from zeromesh.pieces.region import Region
@@ -380,7 +380,7 @@ class FlatShards:
             self.optimizer_params.append(param)
             if self.spec.trainable:
                 local = self.shown[start - held.start : stop - held.start]
-                self.optimizer_grads.append(make_slice(Slice, local, False, elements=elements))
+                self.optimizer_grads.append(slice_of(elements, local))
 
     def set_grads_aside(self) -> bool:
         """Leaves `grads` to another step: gradients that are shown, or that somebody holds, keep their values, as in
@@ -392,7 +392,8 @@ class FlatShards:
             zeros = grad is own and own.zeroed
             shown = shown or not (grad is None or zeros)
             if held and not zeros:
-                self.optimizer_grads[index] = leave_memory(own)
+                self.optimizer_grads[index] = slice_of(own.elements, own.local)
+                give_memory(own, own.local.clone())
         return shown
 
     def forget_sum(self, position: int) -> None:
@@ -420,7 +421,7 @@ class FlatShards:
                 own.local.add_(held.local)
             else:
                 own.local.copy_(held.local)
-            self.optimizer_grads[position] = return_memory(held, own)
+            self.optimizer_grads[position] = give_memory(held, own.local)
         # One that was zeroed and not dropped stays, of zeros if it is not used.
         self.optimizer_grads[position].zeroed = held is own and own.zeroed and not used
 

@@ -75,7 +75,10 @@ def _points(reference: weakref.ref[Engine], unit: int, cast: torch.dtype | None,
 
     @as_python
     def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        engine = _alive(reference)
+        if (engine := reference()) is None:
+            raise ModelError(
+                "this module was part of a sharded model that has been deleted, and its parameters with it"
+            )
         if alone:
             counts.append(torch._C._current_graph_task_id() == -1 and not engine.runs())
             if not counts[-1]:
@@ -145,10 +148,3 @@ def watch_reads(units: Iterable[ModuleUnit], modules: Iterable[nn.Module]) -> No
         infos[:] = [
             replace(info, sites=tuple((made[id(params)][1], key) for params, key in info.sites)) for info in infos
         ]
-
-
-def _alive(reference: weakref.ref[Engine]) -> Engine:
-    engine = reference()
-    if engine is None:
-        raise ModelError("this module was part of a sharded model that has been deleted, and its parameters with it")
-    return engine

@@ -215,10 +215,6 @@ def _beside(own: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
     return func(own.meta(), *args[1:], **{"device": own.device, **kwargs})
 
 
-def _itself(own: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
-    return own
-
-
 def _taken(own: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
     """`own.data = value`."""
     value = args[1]
@@ -241,7 +237,7 @@ _WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
     **{function: _converted for function in spelt("to type float double half bfloat16 contiguous clone")},
     **{function: _shown for function in spelt("detach")},
     **{function: _beside for function in spelt(_LIKE)},
-    Tensor.cpu: _itself,
+    Tensor.cpu: lambda own, *_: own,
     Tensor.data.__get__: _shown,  # type: ignore[attr-defined]  # a property in C
     Tensor.data.__set__: _taken,  # type: ignore[attr-defined]  # a property in C
 }

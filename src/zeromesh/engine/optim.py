@@ -100,17 +100,13 @@ def watch_optimizers(engine: Engine) -> None:
     _engines.add(engine)
     _checked.clear()
     if not _installed:
-        _allow_foreach()
         Optimizer.zero_grad = _with_sums(Optimizer.zero_grad)  # type: ignore[method-assign]  # it looks at `.grad` alone
+        # Torch chooses its foreach implementations, on CUDA, for listed types only; DTensor is listed the same way.
+        for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+            types = getattr(importlib.import_module(name), "_foreach_supported_types", [])
+            types.extend(kind for kind in (ShardedParameter, Slice) if kind not in types)
         _installed.append(register_optimizer_step_pre_hook(_before_step))
         _installed.append(register_optimizer_step_post_hook(_after_step))
-
-
-def _allow_foreach() -> None:
-    """Torch chooses its foreach implementations, on CUDA, for listed types only; DTensor is listed the same way."""
-    for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
-        types = getattr(importlib.import_module(name), "_foreach_supported_types", [])
-        types.extend(kind for kind in (ShardedParameter, Slice) if kind not in types)
 
 
 def _with_sums(zero_grad: Callable[..., None]) -> Callable[..., None]:
@@ -263,7 +259,8 @@ def take_slices(optimizer: Optimizer) -> None:
         if isinstance(param, ShardedParameter):
             state: dict[str, Any] = optimizer.state.get(param, {})
             for key, value in state.items():
-                if isinstance(value, Slice) or _is_whole(key, value, param):
+                whole = isinstance(value, torch.Tensor) and key not in NUMBERS
+                if isinstance(value, Slice) or (whole and value.shape == param.shape != (param.elements.numel,)):
                     own = loaded_operand(param.elements, value, f"load_state_dict of state {key!r}")
                     own = own.expand(param.elements.numel)  # of one element, which this rank may not have
                     # A clone, or the whole of it would stay in memory.
@@ -302,12 +299,6 @@ def _take_whole(optimizer: Optimizer, own: Mapping[ShardedParameter, Region]) ->
                     f"state {key!r} of {param.elements}: load_state_dict needs {region} here, and was given {held}: "
                     f"use zm.Checkpoints or torch.distributed.checkpoint"
                 )
-
-
-def _is_whole(key: str, value: Any, param: ShardedParameter) -> bool:
-    if not isinstance(value, torch.Tensor) or key in NUMBERS:
-        return False
-    return bool(value.shape == param.shape != (param.elements.numel,))
 
 
 @as_python

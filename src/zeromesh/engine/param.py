@@ -268,18 +268,10 @@ def slice_of(elements: Elements, local: Tensor) -> Slice:
     return made
 
 
-def leave_memory(grad: Slice) -> Slice:
-    """Gives `grad` a copy of its values; returns another one over the memory that it had."""
-    local = grad.local
+def give_memory(grad: Slice, memory: Tensor) -> Slice:
+    """Has `grad`, which somebody else may hold, show other memory."""
     with torch._C.DisableTorchFunctionSubclass():
-        grad.data = local.clone()
-    return slice_of(grad.elements, local)
-
-
-def return_memory(grad: Slice, own: Slice) -> Slice:
-    """Gives `grad`, which whoever held it before still holds, the memory of `own`."""
-    with torch._C.DisableTorchFunctionSubclass():
-        grad.data = own.local
+        grad.data = memory
     return grad
 
 
@@ -428,18 +420,14 @@ def _apart(name: str, compute: Callable[[], Any], args: Any, kwargs: Any, writte
 def _refusal(func: Any, args: Any, kwargs: Any = MappingProxyType({})) -> OptimizerError:
     owner = _first_slice(args, kwargs)
     label = f"{owner.full_name} {tuple(owner.shape)}" if owner is not None else "a sharded parameter"
-    name = func if isinstance(func, str) else _name_of(func)
+    name = func if isinstance(func, str) else func.__name__
+    name = func.__self__.__name__ if name in ("__get__", "__set__") else name
     return OptimizerError(
         f"{name} needs all of {label}, or is not known to do without; each rank holds a slice of it, so the "
         f"result could differ on every rank: use zm.full_state_dict(model) for whole tensors, `.local` for this rank's "
         f"slice, or an elementwise function or optimizer; to compute with it, call the model, or a method that "
         f"zm.register_forward_method has made a forward of it"
     )
-
-
-def _name_of(func: Any) -> str:
-    name: str = func.__name__
-    return func.__self__.__name__ if name in ("__get__", "__set__") else name
 
 
 @cache

@@ -4,8 +4,7 @@ model with parts loads this."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 import torch.distributed as dist
@@ -13,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.engine.control import Control
-from zeromesh.engine.home import Home
 from zeromesh.engine.spread import Spread, groups_beyond
 from zeromesh.errors import MeshError, MismatchError, ModelError
 from zeromesh.modules import clean_name, is_sharded
@@ -37,12 +35,7 @@ def parts_by_module(model: nn.Module, parts: Iterable[str]) -> dict[str, set[str
     return dict(found)
 
 
-def known_parts(model: nn.Module, parts: Iterable[str]) -> Callable[[Sequence[str]], str]:
-    """Tells the part of a parameter by its qualified names."""
-    return partial(_part_of, parts=parts_by_module(model, parts))
-
-
-def _part_of(places: Sequence[str], parts: Mapping[str, set[str]]) -> str:
+def part_of_places(places: Sequence[str], parts: Mapping[str, set[str]]) -> str:
     """The part of a parameter that stands in `places`; "" where it is in none.
 
     Raises:
@@ -169,7 +162,7 @@ def require_divided(part: str, mesh: DeviceMesh, control: Control) -> None:
             )
 
 
-def _modules_apart(model: nn.Module, layouts: Mapping[str, Layout]) -> Iterator[tuple[str, nn.Module, str]]:
+def modules_apart(model: nn.Module, layouts: Mapping[str, Layout]) -> Iterator[tuple[str, nn.Module, str]]:
     """Name, module and part of those that only some of the model's ranks share."""
     apart = [part for part, layout in layouts.items() if layout.share < 1]
     found = parts_by_module(model, apart) if apart else {}
@@ -180,7 +173,7 @@ def _modules_apart(model: nn.Module, layouts: Mapping[str, Layout]) -> Iterator[
 
 def require_known_buffers(model: nn.Module, layouts: Mapping[str, Layout]) -> None:
     """Raises ModelError for a buffer that would be saved, in a part that other ranks have another of."""
-    for name, module, part in _modules_apart(model, layouts):
+    for name, module, part in modules_apart(model, layouts):
         saved = [key for key in module._buffers if key not in module._non_persistent_buffers_set]
         whole = [key for key, each in module._parameters.items() if each is not None and not is_sharded(each)]
         for key in (*saved, *whole):
@@ -189,9 +182,3 @@ def require_known_buffers(model: nn.Module, layouts: Mapping[str, Layout]) -> No
                 f"name: keep it in a module outside of the part where it is the same on all ranks, or else register it "
                 f"with persistent=False"
             )
-
-
-def buffers_apart(model: nn.Module, homes: Mapping[str, Home]) -> dict[nn.Module, Control]:
-    """The ranks that have the same buffers, by module; those of others are all the model's."""
-    layouts = {part: home.layout for part, home in homes.items()}
-    return {module: homes[part].control for _, module, part in _modules_apart(model, layouts)}

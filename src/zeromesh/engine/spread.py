@@ -125,7 +125,8 @@ def spread_of(param: Tensor, name: str) -> Spread | None:
     if not isinstance(param, DTensor):
         return None
     mesh, placements = param.device_mesh, param.placements
-    spread = Spread(mesh=mesh, placements=placements, shape=param.shape, stride=_dense(param.shape))
+    dense = tuple(prod(param.shape[dim + 1 :]) for dim in range(param.dim()))
+    spread = Spread(mesh=mesh, placements=placements, shape=param.shape, stride=dense)
     folded = folding(param.shape, mesh, placements)
     if any(type(each) not in (Shard, Replicate) and at != folded for at, each in enumerate(placements)):
         raise ModelError(
@@ -144,10 +145,6 @@ def spread_of(param: Tensor, name: str) -> Spread | None:
             f"{spread.region.sizes} of it; it has {type(local).__name__} of {tuple(local.shape)}"
         )
     return spread
-
-
-def _dense(shape: torch.Size) -> tuple[int, ...]:
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def require_whole_buffers(model: nn.Module) -> None:

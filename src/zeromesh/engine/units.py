@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -167,7 +168,9 @@ def find_units(
     names = {module: clean_name(name) for name, module in model.named_modules()}
     blocks = _named_classes(model, classes) if classes is not None else find_blocks(model)
     edges = [] if classes is not None else [edge for edge in find_edges(model, blocks) if edge is not None]
-    _check_resident(resident, [names[module] for module in blocks])
+    for name in resident:
+        if name not in (known := [names[module] for module in blocks]):
+            raise ModelError(f"resident unit {name!r} is not a unit of the model: {nearest(name, known)}")
     chosen = {module for module in (*blocks, *edges) if names[module]}  # the root's wrappers wrap no unit
     units = {model: ModuleUnit(names=[""], modules=[model], role=Role.RESIDENT)}
     for module in (module for module in names if module in chosen):
@@ -177,9 +180,9 @@ def find_units(
         units[module] = ModuleUnit(names=[names[module]], modules=[_outermost(model, module)], role=role)
     part_of = None
     if parts := tuple(parts):
-        from zeromesh.engine.parts import known_parts  # of parts=
+        from zeromesh.engine.parts import part_of_places, parts_by_module  # of parts=
 
-        part_of = known_parts(model, parts)
+        part_of = partial(part_of_places, parts=parts_by_module(model, parts))
     _assign(model, units, precision, part_of, shares)
     return [unit for unit in units.values() if unit.groups or unit is units[model]]
 
@@ -244,12 +247,6 @@ def _named_classes(model: nn.Module, classes: UnitClasses) -> list[nn.Module]:
             raise ModelError(f"the model has no module of class {name} for units=: {nearest(name, known)}")
         found += modules
     return found
-
-
-def _check_resident(resident: Sequence[str], names: Sequence[str]) -> None:
-    for name in resident:
-        if name not in names:
-            raise ModelError(f"resident unit {name!r} is not a unit of the model: {nearest(name, names)}")
 
 
 def _assign(

@@ -168,8 +168,9 @@ class BufferLayout:
         copied = None if kept is None or kept.stage.hosted else kept
         gathers = _gathers(layout, padded, param, "unshard")
         rest = [step for step in gathers if kept is None or not step.axis.stage.kept]
-        refresh = _gathers(layout, padded, param, "refresh") if buffer.trainable else []
-        micro, boundary = _reductions(layout, padded, buffer.reduce_dtype) if buffer.trainable else ([], [])
+        host, trained = _host(layout, buffer), buffer.trainable
+        refresh = _gathers(layout, padded, param, "refresh") if trained else []
+        micro, boundary = _reductions(layout, padded, buffer.reduce_dtype) if trained else ([], [])
         routes: dict[LaneKind, Route] = {
             "refresh": Route(held=param, steps=tuple(refresh)),
             "unshard": Route(held=param, steps=tuple(gathers), copied=copied),
@@ -177,6 +178,12 @@ class BufferLayout:
             "boundary": Route(held=buffer.grad_dtype, steps=tuple(boundary)),
             "up": Route(held=buffer.grad_dtype),
             "down": Route(held=buffer.grad_dtype),
+        }
+        on_host = {
+            "params": host.shards_params,
+            "grads": host.shards_grads and trained,
+            **dict.fromkeys(("master", "shown", "cast"), host.shards_states and trained),
+            "kept": kept is not None and kept.stage.hosted,
         }
         made = cls(
             layout=layout,
@@ -188,7 +195,7 @@ class BufferLayout:
             from_kept=Route(held=param, steps=tuple(rest)),
             kept_axis=kept,
             feedback=_feedback([*micro, *boundary]),
-            on_host_kinds=_on_host_kinds(layout, buffer, kept),
+            on_host_kinds=frozenset(kind for kind, there in on_host.items() if there),
         )
         return made._with_copies() if made.on_host_kinds else made
 
@@ -391,17 +398,6 @@ def place(
 def slot_bytes(part: SlotPart) -> int:
     numel, dtype = part
     return 0 if dtype is None else -(-numel * ITEM_BYTES[dtype] // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _on_host_kinds(layout: Layout, buffer: FlatBuffer, kept: Axis | None) -> AbstractSet[str]:
-    host, trainable = _host(layout, buffer), buffer.trainable
-    found = {
-        "params": host.shards_params,
-        "grads": host.shards_grads and trainable,
-        **dict.fromkeys(("master", "shown", "cast"), host.shards_states and trainable),
-        "kept": kept is not None and kept.stage.hosted,
-    }
-    return frozenset(kind for kind, there in found.items() if there)
 
 
 def _host(layout: Layout, buffer: FlatBuffer) -> Stage:

@@ -48,12 +48,6 @@ def plan_gather_slots(placed: Buffers, prefetch: int) -> SlotPlan:
     return _plan_slots([any(p.stays for p in unit) for unit in placed], sizes, prefetch + 1)
 
 
-def plan_reduce_slots(placed: Buffers) -> SlotPlan:
-    """REDUCE_SLOTS slots of the largest block, one more for each resident unit; of gradients that wait at all."""
-    sizes = [sum(slot_bytes(part) for p in unit for part in p.reduce_parts) for unit in placed]
-    return _plan_slots([any(p.role is Role.RESIDENT for p in unit) for unit in placed], sizes, REDUCE_SLOTS)
-
-
 def _plan_slots(own: Sequence[bool], sizes: Sequence[int], shared: int) -> SlotPlan:
     sharing = [index for index, size in enumerate(sizes) if size and not own[index]]
     shared = min(shared, len(sharing))
@@ -98,10 +92,13 @@ class MemoryPlan:
             return {lane: max((n for b in each.values() for n in of(b.routes[lane])), default=0) for lane in LANES}
 
         hosted = any(buffer.on_host_kinds for buffer in each.values())
+        resident = [any(p.role is Role.RESIDENT for p in unit) for unit in placed]
+        waiting = [[part for p in unit for part in p.reduce_parts] for unit in placed]
         return cls(
             persistent=by_unit(lambda buffer: buffer.persistent),
             gather=plan_gather_slots(placed, prefetch),
-            reduce=plan_reduce_slots(placed),
+            # One more for each resident unit; of gradients that wait at all.
+            reduce=_plan_slots(resident, [sum(map(slot_bytes, parts)) for parts in waiting], REDUCE_SLOTS),
             staging=longest(lambda route: [route.staging_bytes]),
             workspace=longest(lambda route: (_workspace_bytes(step, messages, triton) for step in route.steps)),
             host=cls(persistent=by_unit(lambda buffer: buffer.on_host)) if hosted else None,

@@ -107,7 +107,10 @@ def lent_axes(layouts: Iterable[Layout], line_of: Callable[[Layout, Axis], Hasha
     found = dict[str, str]()
     for layout in layouts:
         for axis in (axis for axis in layout.axes if axis.size > 1):
-            reduces, gathers = (_lane_of(layout, axis, lanes) for lanes in (REDUCTIONS, GATHERS))
+            reduces, gathers = (
+                next((lane for lane in lanes if axis in lane_axes(layout, lane)), None)
+                for lanes in (REDUCTIONS, GATHERS)
+            )
             alike = lenders[line_of(layout, axis), reduces]
             lender = next((name for name, own in alike.items() if own == gathers or None in (own, gathers)), None)
             if lender is None:
@@ -116,7 +119,3 @@ def lent_axes(layouts: Iterable[Layout], line_of: Callable[[Layout, Axis], Hasha
                 found[axis.name] = lender
                 alike[lender] = alike[lender] or gathers
     return found
-
-
-def _lane_of(layout: Layout, axis: Axis, lanes: Iterable[LaneKind]) -> LaneKind | None:
-    return next((lane for lane in lanes if axis in lane_axes(layout, lane)), None)

@@ -85,7 +85,7 @@ def test_a_gradient_that_is_still_held_while_others_of_its_unit_are_shown(strate
 def test_gradients_that_nobody_holds_are_never_copied(strategy, set_to_none):
     model = sharded(chain(), strategy)
     optimizer = sgd(model.parameters())
-    with mock.patch("zeromesh.engine.flat.leave_memory", side_effect=AssertionError("a copy")):
+    with mock.patch("zeromesh.engine.flat.give_memory", side_effect=AssertionError("a copy")):
         for step in range(4):
             loss_of(model, 0).backward()
             optimizer.step()
