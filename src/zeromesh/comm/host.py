@@ -46,7 +46,6 @@ class HostLink:
             prefer_node(node)
 
     def brought(self, source: Tensor) -> Tensor:
-        """A copy in new memory of the device."""
         here = torch.empty(source.shape, dtype=source.dtype, device=self.device)
         self.copy("up", here, source)
         return here

@@ -37,8 +37,6 @@ keeps all ranks of its axis waiting."""
 
 
 class Ticket:
-    """One submitted job."""
-
     __slots__ = ("_cause", "_event", "_index", "_job", "_pending", "error", "label")
 
     def __init__(self, label: str) -> None:
@@ -174,7 +172,6 @@ class Lane:
         self._runner.synchronize()
 
     def close(self) -> None:
-        """Lets queued jobs end and accepts no more."""
         self._finalizer()
 
 

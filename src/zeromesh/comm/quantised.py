@@ -124,7 +124,6 @@ class _Wire:
 
     @property
     def window(self) -> int:
-        """Pieces in flight."""
         return len(self.incoming)
 
     def exchange(self, channel: Channel, operation: str, chunks: Sequence[Tensor]) -> Exchange:

@@ -196,7 +196,6 @@ class UnitShards:
                 self.accepted = self.accepted and not used
 
     def accept(self) -> None:
-        """An optimizer has stepped."""
         self.accepted = True
 
     def written(self) -> None:
@@ -306,11 +305,9 @@ class DeviceBackend:
 
     @property
     def links(self) -> tuple[AxisGroup | HostLink, ...]:
-        """Over which it sends and copies."""
         return (*self.groups.values(), *([] if self.host is None else [self.host]))
 
     def working_buffers(self) -> list[Tensor]:
-        """Slots, staging and workspace."""
         buffers = [buffer for unit in self.units for buffer in unit.buffers]
         own = {tensor.untyped_storage().data_ptr() for b in buffers for tensor in b.persistent().values()}
         views = [view for b in buffers for view in (b.full, b.waiting, b.grads) if view is not None]
@@ -344,8 +341,7 @@ class DeviceBackend:
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[Ticket]:
         shards, chains = self.units[unit], self.chains[unit].reduce
         jobs: dict[LaneKind, list[Job]] = {lane: [] for lane in ("reduce", "up", "boundary", "down")}
-        last: LaneKind = "reduce"
-        """The lane that reads the reduce slot last."""
+        last: LaneKind = "reduce"  # the lane that reads the reduce slot last
         for index, own in chains.items():
             buffer, away = shards.buffers[index], bool(own.micro_down)
             further, before = reduction.boundary and bool(own.boundary), None
@@ -420,7 +416,6 @@ class DeviceBackend:
             vars(unit).pop("sites", None)  # with addresses
 
     def require_here(self) -> None:
-        """Raises ModelError while its shards are parked."""
         if self._parked is not None:
             raise ModelError(
                 "the model's shards lie in the host's memory inside zm.parked: leave it first (with host=1 and host=2, "
@@ -510,7 +505,6 @@ class DeviceBackend:
 
     def agree(self, words: Tensor) -> Ticket:
         """Replaces `words` by their maximum over all ranks, after the reductions that were issued before."""
-
         ticket: Ticket | None = None
         for lane in REDUCTIONS:  # each axis in the lane whose communicator it is
             # Not this object: a job on its way must not keep the model's memory.

@@ -223,7 +223,6 @@ class _Part:
         return True
 
     def run(self, step: _Step) -> None:
-        """Steps on them, on their states."""
         states = [dict.get(self._whole, param) for _, param, _, _ in self._taken]
         taken = zip(self._taken, states, strict=True)
         after = self._stepped(step, [(index, plain, grad, state) for (index, _, plain, grad), state in taken])

@@ -59,7 +59,6 @@ def mesh_axes(mesh: DeviceMesh | None, names: Sequence[str]) -> tuple[tuple[str,
 
 
 def make_control(mesh: DeviceMesh | None) -> Control:
-    """The ranks of `mesh` as one group."""
     if mesh is None or mesh.size() == 1:
         return Control(group=None, size=1, rank=0, source=0, device=torch.device("cpu"))
     coordinate = mesh.get_coordinate()

@@ -73,7 +73,6 @@ class CastCalls:
         self._open: list[tuple[dict[str, Any], _Copies]] = []
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments that replace the given ones."""
         copies = _Copies(self._dtype)
         cast = tuple(copies.of(arg) for arg in args), {key: copies.of(arg) for key, arg in kwargs.items()}
         self._open.append((cast[1], copies))
@@ -92,8 +91,6 @@ class CastCalls:
 
 
 class _Copies:
-    """Copies of the containers of one call."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._made: dict[int, tuple[Any, Any]] = {}

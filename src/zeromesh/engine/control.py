@@ -99,12 +99,10 @@ class Control:
 
     @property
     def first(self) -> bool:
-        """Whether this rank is the first of all."""
         return self.number == 0
 
     @property
     def number(self) -> int:
-        """This rank's number among all."""
         number = self.rank
         for group in self.beyond:
             number = number * group.size() + group.rank()
@@ -112,7 +110,6 @@ class Control:
 
     @property
     def world(self) -> int:
-        """How many ranks there are in all."""
         return self.size * math.prod(group.size() for group in self.beyond)
 
     def everyone(self) -> dist.ProcessGroup | None:
@@ -145,7 +142,6 @@ class Control:
         return self._exchange(values, torch.int32, dist.ReduceOp.MAX, further)
 
     def total(self, value: float) -> float:
-        """The sum of all ranks' values."""
         return value if self.group is None else self._exchange([value], torch.float64, dist.ReduceOp.SUM)[0]
 
     def _exchange(
@@ -398,7 +394,6 @@ class Progress:
         self._write(what)
 
     def fail(self, reason: str) -> None:
-        """An exchange has failed, so none can succeed any more."""
         self.failure = reason
 
     def missing(self) -> list[str]:

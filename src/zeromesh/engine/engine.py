@@ -101,7 +101,6 @@ class Engine:
         return list(self.backend.units)
 
     def optimizer_params(self) -> Iterator[ShardedParameter]:
-        """Every parameter of the model, in the order of units."""
         for unit in self.backend.units:
             for buffer in unit.buffers:
                 yield from buffer.optimizer_params
@@ -426,7 +425,6 @@ class Engine:
     # ---- gradients
 
     def _show_grads(self) -> None:
-        """Every rank agrees on which parameters had gradients, and shows those as `.grad`."""
         self.changes.began()
         self.backend.land()
         left = iter(self._agreement.used())
@@ -434,7 +432,6 @@ class Engine:
             unit.show_grads(left, reduced=state.grad is GradState.REDUCED)
 
     def require_stepped(self, call: str) -> None:
-        """Raises ModelError where gradients wait for a step."""
         shown = any(param.grad is not None for param in self.optimizer_params())
         if shown or self._step is not Step.SHOWN or self.interpreter.forward is not None:
             raise ModelError(f"{call} between a forward and the step after it: step first, and drop the gradients")

@@ -61,12 +61,10 @@ class ParamRange:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the part that lies here."""
         return torch.Size(self.region.sizes)
 
     @property
     def global_shape(self) -> torch.Size:
-        """Shape of the whole parameter."""
         return torch.Size(self.region.shape)
 
     @property
@@ -187,7 +185,6 @@ class FlatShards:
         return self.places[0].info.name
 
     def range_of(self, axes: Sequence[Axis]) -> slice:
-        """This rank's range of the flat buffer, sharded over `axes`."""
         return self.placed.shard(axes, self.coordinates)
 
     @property
@@ -218,7 +215,6 @@ class FlatShards:
         return {kind: tensor for kind, tensor in held.items() if tensor is not None}
 
     def lies_on_host(self, kind: str) -> bool:
-        """Whether those of this kind lie in the host's memory."""
         return kind == "host_grads" or kind in self.placed.on_host_kinds
 
     def step_here(self) -> None:

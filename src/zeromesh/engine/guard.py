@@ -37,7 +37,6 @@ class SlotGuard:
         self._seen: dict[int, tuple[int, int]] = {}
 
     def follow(self, interpreter: Interpreter[Ticket]) -> None:
-        """It knows the generations and the slots, and drives this."""
         self._interpreter = interpreter
 
     def unshard(self, unit: int, *, from_kept: bool, after: Ticket | None) -> Ticket | None:

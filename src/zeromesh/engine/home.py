@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.engine.control import Control, Span
+from zeromesh.engine.elements import Place
 from zeromesh.errors import ModelError
 from zeromesh.strategy import Axis, Layout
 
@@ -35,9 +36,7 @@ class Home:
         copies = self.layout.world // self.layout.degree(axes)
         return (Span(group=model.group if self.ambiguous(model) else self.control.group, copies=copies),)
 
-    def place(
-        self, ranks: tuple[int, ...], padded: int, axes: Sequence[Axis], start: int, numel: int
-    ) -> tuple[object, int, int] | None:
+    def place(self, ranks: tuple[int, ...], padded: int, axes: Sequence[Axis], start: int, numel: int) -> Place | None:
         """Key of how a tensor at `start` of a flat buffer is divided: the division of the buffer, the first shard with
         some of its elements, and the number of elements before the next shard begins. Equal where every rank has the
         same of it; None where each has all.

@@ -132,7 +132,6 @@ class LazyTensor(Tensor, Lazy):
         return getattr(held, name)  # an attribute set on it is noted on the tensor that is in the model now
 
     def _given(self) -> dict[str, Any]:
-        """Attributes that others set on it."""
         return {key: value for key, value in vars(self).items() if key not in LazyTensor.__annotations__}
 
     def meta(self) -> Tensor:
@@ -211,7 +210,6 @@ def _on_meta(device: str | torch.device) -> torch.device:
 
 
 def _beside(own: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
-    """A new tensor like it."""
     return func(own.meta(), *args[1:], **{"device": own.device, **kwargs})
 
 

@@ -77,7 +77,6 @@ class Materialiser:
         self._run({*inside, *sharing})
 
     def rest(self) -> None:
-        """All tensors that no unit holds."""
         self._run(set(self._order))
 
     def _run(self, wanted: set[nn.Module]) -> None:

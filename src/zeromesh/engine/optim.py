@@ -13,7 +13,7 @@ import importlib
 import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -344,7 +344,6 @@ def _require_known_states(optimizer: Optimizer, failure: RuntimeError | None = N
 
 
 def updates(optimizer: Optimizer, engine: object) -> bool:
-    """Whether the optimizer holds parameters of this engine."""
     return engine in _by_engine(optimizer)
 
 
@@ -355,19 +354,6 @@ def _by_engine(optimizer: Optimizer) -> dict[Any, list[ShardedParameter]]:
         if isinstance(param, ShardedParameter) and (engine := param.engine()) is not None:
             found[engine].append(param)
     return found
-
-
-def _require_reduced(optimizer: Optimizer, plain: Iterable[torch.Tensor]) -> None:
-    """A sharded model trains the parameters that it had then: nobody reduces gradients of later ones."""
-    held = {id(param) for param in plain}
-    for engine in _engines:
-        for name, param in engine.added():
-            if id(param) in held:
-                raise OptimizerError(
-                    f"{type(optimizer).__name__} holds {name!r}, which was added to the model after zm.shard: its "
-                    f"gradients would not be reduced, and each rank would train its own. Change the model first, then "
-                    f"shard it"
-                )
 
 
 def steps_elementwise(kind: type[Optimizer]) -> bool:
@@ -393,12 +379,16 @@ def check_optimizer(optimizer: Optimizer) -> None:
                 f"{type(optimizer).__name__} holds the gathered copy of {param.full_name!r}, so the sharded model "
                 f"would never be updated: it was made inside a forward. Make it again from model.parameters() outside"
             )
-    _require_reduced(optimizer, (param for param in params if type(param) is not ShardedParameter))
-    if any(type(param) is ShardedParameter for param in params):
-        kind = type(optimizer)
-        if not steps_elementwise(kind) and optimizer not in VOUCHED and optimizer not in WHOLE:
-            raise OptimizerError(
-                f"each rank holds a slice of every parameter, so the optimizer must work element by element; "
-                f"{kind.__module__}.{kind.__name__} is not known to. If it does, call zm.elementwise(optimizer); if it "
-                f"needs whole tensors (their norms, factors, matrices), make it as zm.by_owner({kind.__name__}, params)"
-            )
+    kind, held = type(optimizer), {id(param) for param in params if type(param) is not ShardedParameter}
+    for name in (name for engine in _engines for name, param in engine.added() if id(param) in held):
+        raise OptimizerError(
+            f"{kind.__name__} holds {name!r}, which was added to the model after zm.shard: its gradients would not be "
+            f"reduced, and each rank would train its own. Change the model first, then shard it"
+        )
+    known = optimizer in VOUCHED or optimizer in WHOLE or steps_elementwise(kind)
+    if not known and any(type(param) is ShardedParameter for param in params):
+        raise OptimizerError(
+            f"each rank holds a slice of every parameter, so the optimizer must work element by element; "
+            f"{kind.__module__}.{kind.__name__} is not known to. If it does, call zm.elementwise(optimizer); if it "
+            f"needs whole tensors (their norms, factors, matrices), make it as zm.by_owner({kind.__name__}, params)"
+        )

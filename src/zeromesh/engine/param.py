@@ -103,7 +103,6 @@ class Slice(Sliced, torch.Tensor):
 
     @property
     def full_name(self) -> str:
-        """The parameter's qualified name."""
         return self.elements.name
 
     def piece(self, name: str | None = None, local: Tensor | None = None) -> Piece:
@@ -196,7 +195,6 @@ class ShardedParameter(Slice, nn.Parameter):
 
     @property
     def steps_there(self) -> bool:
-        """Whether an optimizer steps on it in the host's memory."""
         return self.on_host and not self.streamed
 
     def change(self, generation: int, by: Callable[[], object] | None) -> None:
@@ -254,7 +252,6 @@ class ShardedParameter(Slice, nn.Parameter):
 
 
 def make_slice(kind: type[Slice], local: Tensor, requires_grad: bool, **attributes: Any) -> Any:
-    """A slice over the memory of `local`, a 1-D tensor."""
     self = torch.Tensor._make_subclass(kind, local, requires_grad)
     for name, value in attributes.items():
         setattr(self, name, value)
@@ -262,7 +259,6 @@ def make_slice(kind: type[Slice], local: Tensor, requires_grad: bool, **attribut
 
 
 def slice_of(elements: Elements, local: Tensor) -> Slice:
-    """Values for these elements."""
     made: Slice = torch.Tensor._make_subclass(Slice, local, False)
     made.elements = elements
     return made
@@ -324,28 +320,25 @@ def loaded_operand(elements: Elements, value: Tensor, call: str) -> Tensor:
 def _localised(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of an elementwise function, with each operand as it is on this rank; of one over lists of tensors,
     position by position."""
-    width = max((len(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple)), default=None)
-    if width is None:
-        like = _first_slice(args, kwargs)
-        localise = _localiser(like, name)
-        return tuple(map(localise, args)), {key: localise(value) for key, value in kwargs.items()}
-    lists = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple)]
-    own = [_localiser(_first_slice(_column(lists, at)), name) for at in range(width)]
+    columns = _columns((*args, *kwargs.values()))
+    likes = [_first_slice(each) for each in columns or [[*args, *kwargs.values()]]]
+
+    def local(like: Slice | None, value: Any) -> Any:
+        return value if like is None else local_operand(like, value, name)
 
     def each(arg: Any) -> Any:
-        if not isinstance(arg, list | tuple):
-            return arg
-        return [localise(value) for localise, value in zip(own, arg, strict=False)]
+        if not columns:
+            return local(likes[0], arg)
+        return list(map(local, likes, arg)) if isinstance(arg, list | tuple) else arg
 
     return tuple(map(each, args)), {key: each(value) for key, value in kwargs.items()}
 
 
-def _column(lists: Sequence[Sequence[Any]], at: int) -> list[Any]:
-    return [each[at] for each in lists if at < len(each)]
-
-
-def _localiser(like: Slice | None, name: str) -> Callable[[Any], Any]:
-    return (lambda value: value) if like is None else lambda value: local_operand(like, value, name)
+def _columns(operands: Sequence[Any]) -> list[list[Any]]:
+    """The elements of lists among these operands, position by position; none without lists."""
+    lists = [each for each in operands if isinstance(each, list | tuple)]
+    width = max(map(len, lists), default=0)
+    return [[each[at] for each in lists if at < len(each)] for at in range(width)]
 
 
 def _sliced_result(name: str, result: Any, args: Any, kwargs: Any) -> Any:
@@ -353,8 +346,8 @@ def _sliced_result(name: str, result: Any, args: Any, kwargs: Any) -> Any:
     if result is NotImplemented:
         return result
     if isinstance(result, list | tuple) and name.startswith("_foreach_"):
-        lists = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple)]
-        return [_sliced_result(name, one, _column(lists, at), {}) for at, one in enumerate(result)]
+        columns = _columns((*args, *kwargs.values()))
+        return [_sliced_result(name, one, column, {}) for one, column in zip(result, columns, strict=True)]
     like = _first_slice(args, kwargs)
     if like is None:
         return result
@@ -540,9 +533,9 @@ def _write_in_step(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _require_slices(func: Any, targets: Sequence[Any], args: Any, kwargs: Any) -> None:
     """A plain target cannot take a slice's values: it would hold this rank's elements, as if they were the whole."""
-    lists = [arg for arg in (*args[1:], *kwargs.values()) if isinstance(arg, list | tuple)]
-    for at, target in enumerate(targets):
-        others = _column(lists, at) if isinstance(args[0], list | tuple) else (*args[1:], *kwargs.values())
+    operands = (*args[1:], *kwargs.values())
+    columns = _columns(operands) if isinstance(args[0], list | tuple) else [operands]
+    for target, others in zip(targets, columns, strict=False):
         if _elements_of(target) is None and (like := _first_slice(others)) is not None:
             raise _refusal(f"{func.__name__} into a plain tensor", [like])
 

@@ -153,7 +153,7 @@ def _some(values: Tensor) -> Tensor:
 
 _SUM, _TOP = Reduction(_sum), Reduction(_top, largest=True)
 _BOTTOM = Reduction(lambda values: _top(-_wide(values)), lambda found: -found[0], largest=True)
-_EVERY = Reduction(lambda values: _some(~values.bool()), lambda found: found[0] == 0)
+_DOT = Reduction(lambda one, other: (_wide(one) * _wide(other)).sum())
 
 REDUCTIONS: dict[str, Reduction] = {
     "sum": _SUM,
@@ -167,9 +167,9 @@ REDUCTIONS: dict[str, Reduction] = {
     "min": _BOTTOM,
     "count_nonzero": Reduction(_some),
     "any": Reduction(_some, lambda found: found[0] > 0),
-    "all": _EVERY,
-    "dot": Reduction(lambda one, other: (_wide(one) * _wide(other)).sum()),
-    "vdot": Reduction(lambda one, other: (_wide(one) * _wide(other)).sum()),
+    "all": Reduction(lambda values: _some(~values.bool()), lambda found: found[0] == 0),
+    "dot": _DOT,
+    "vdot": _DOT,
     "equal": Reduction(lambda one, other: _some(one != other), lambda found: found[0] == 0),
     "allclose": Reduction(
         lambda one, other, **options: _some(~torch.isclose(one, other, **options)), lambda found: found[0] == 0

@@ -50,7 +50,6 @@ class Spread:
 
     @property
     def region(self) -> Region:
-        """This rank's region."""
         return dtensor_region(self.shape, self.mesh, self.placements)
 
     def joined(self, dims: Collection[int]) -> Region:
@@ -93,7 +92,6 @@ class Spread:
         return tuple(Span(group=group) for group, divided in self.axes if divided)
 
     def over(self, local: Tensor) -> DTensor:
-        """The DTensor whose local tensor is `local`."""
         with torch.no_grad():
             made = DTensor.from_local(
                 local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride

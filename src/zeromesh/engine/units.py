@@ -91,7 +91,6 @@ class ParamInfo:
 
     @property
     def region(self) -> Region:
-        """This rank's region before sharding."""
         return Region.whole(self.param.shape) if self.spread is None else self.spread.region
 
     def divided(self, group: dist.ProcessGroup) -> bool:
@@ -135,7 +134,6 @@ class ModuleUnit:
             self.groups.setdefault(key, []).extend(infos)
 
     def describe(self, precision: Precision) -> Unit:
-        """The unit as the schedule sees it."""
         buffers = tuple(  # parameters without elements have a buffer too, and buffers have elements
             precision.buffer(max(1, sum(info.most for info in infos)), *kind) for kind, infos in self.groups.items()
         )

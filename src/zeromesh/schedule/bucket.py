@@ -99,7 +99,6 @@ class BucketSteps(Generic[B, T]):
         self.settle(backend)
 
     def settle(self, backend: BucketBackend[B, T]) -> None:
-        """Waits for all that is under way."""
         while self.under_way:
             self._settle_oldest(backend)
 

@@ -247,7 +247,6 @@ class BufferLayout:
 
     @property
     def gather_part(self) -> SlotPart:
-        """Its part of its unit's gather slot."""
         return self.padded, self.buffer.param_dtype if self.gathered else None
 
     @property
@@ -267,7 +266,6 @@ class BufferLayout:
         return self.padded // self.layout.degree(axes)
 
     def shard(self, axes: Sequence[Axis], coordinates: dict[str, int]) -> slice:
-        """The range that a rank holds of the buffer sharded over `axes`."""
         return self.layout.shard(self.padded, axes, coordinates)
 
     def region(self, step: Transfer, coordinates: dict[str, int]) -> slice:
@@ -288,7 +286,6 @@ class BufferLayout:
 
     @property
     def host(self) -> Stage:
-        """The host's."""
         return _host(self.layout, self.buffer)
 
     @property
@@ -333,7 +330,6 @@ class BufferLayout:
 
     @property
     def keeps_messages(self) -> bool:
-        """Whether the kept copy is the messages of a coded wire."""
         return coded(self.kept_wire) is not None
 
     @property

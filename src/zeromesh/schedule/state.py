@@ -148,7 +148,6 @@ class Forward:
         return len(self.marks) - 1
 
     def runs(self, unit: int) -> bool:
-        """Whether a call of the unit is under way."""
         return any(running == unit for _, running in self.running)
 
 
@@ -210,5 +209,4 @@ class Backward:
         self.turn += 1
 
     def has_left(self, forward: Forward, unit: int) -> bool:
-        """Whether all of the unit's calls in `forward` are over."""
         return self.left[forward, unit] == forward.calls[unit]

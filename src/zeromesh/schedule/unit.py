@@ -116,7 +116,6 @@ class Unit:
         return sum(buffer.numel * ITEM_BYTES[buffer.param_dtype] for buffer in self.buffers)
 
     def encloses(self, other: Unit) -> bool:
-        """Whether `other` is registered inside this unit."""
         return self.name == "" or other.name.startswith(f"{self.name}.")
 
 

@@ -118,7 +118,6 @@ class Layout:
 
     @property
     def collective(self) -> Collective:
-        """How collectives over several axes are carried out."""
         return find_collective(self.strategy.collective)
 
     @property
@@ -169,7 +168,6 @@ class Layout:
         return order[: order.index(axis)] if axis in order else order
 
     def degree(self, axes: Sequence[Axis]) -> int:
-        """Number of shards over the given axes."""
         return prod(axis.size for axis in axes)
 
     def padded(self, numel: int, item_bytes: int = COMPUTED_BYTES) -> int:

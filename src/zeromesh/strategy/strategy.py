@@ -253,12 +253,9 @@ def _parse_options(options: Iterable[str]) -> dict[str, object]:
 
 
 def _check_options(strategy: Strategy) -> None:
-    if strategy.collective not in collectives():
-        raise NotationError(f"collective must be {one_of(strategy.collective, collectives())}")
-    if strategy.overlap not in OVERLAPS:
-        raise NotationError(f"overlap must be {one_of(strategy.overlap, OVERLAPS)}")
-    if strategy.step not in STEPPINGS:
-        raise NotationError(f"step must be {one_of(strategy.step, STEPPINGS)}")
+    for option, known in (("collective", collectives()), ("overlap", OVERLAPS), ("step", STEPPINGS)):
+        if (given := getattr(strategy, option)) not in known:
+            raise NotationError(f"{option} must be {one_of(given, known)}")
     if not 0 <= strategy.prefetch <= MAX_PREFETCH:
         raise NotationError(f"prefetch must be 0 to {MAX_PREFETCH} units; got {strategy.prefetch}")
 
