@@ -56,13 +56,7 @@ class HostLink:
         return before
 
     def step(
-        self,
-        operation: Copying,
-        destination: Tensor,
-        source: Tensor,
-        *,
-        before: Copy | None = None,
-        aside: bool = True,
+        self, operation: Copying, destination: Tensor, source: Tensor, *, before: Copy | None = None, aside: bool = True
     ) -> Step:
         """One copy, as a step of a chain; by default in a lane of its own."""
         call = partial(self.copy, operation, destination, source)

@@ -25,14 +25,7 @@ from zeromesh.engine.reductions import slice_norms
 from zeromesh.engine.shardable import keep_others_out, require_unwrapped
 from zeromesh.engine.spread import groups_beyond, require_whole_buffers
 from zeromesh.engine.state_dict import install_state_dict
-from zeromesh.engine.units import (
-    ModuleUnit,
-    Precision,
-    find_units,
-    join_modules,
-    repeated_over,
-    spreads_of,
-)
+from zeromesh.engine.units import ModuleUnit, Precision, find_units, join_modules, repeated_over, spreads_of
 from zeromesh.errors import InputError, MeshError, ModelError, NotationError
 from zeromesh.modules import DTYPES, Source, give_method
 from zeromesh.options import Options
@@ -140,7 +133,8 @@ def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan, parts: Par
 
             require_inside(name, part.mesh, mesh)
     chosen = strategy.strategy if isinstance(strategy, Plan) else strategy
-    axes = mesh_axes(mesh, _names(chosen) if mesh is None else ())
+    # Without a mesh, presets name axes that are there only so.
+    axes = mesh_axes(mesh, Strategy.parse(chosen, ("node", "cluster")).names if mesh is None else ())
     own = {name: mesh_axes(part.mesh, ()) for name, part in named.items() if part.mesh is not None}
     whole = (
         _on_axes(strategy, axes) if isinstance(strategy, Plan) else Strategy.parse(chosen, [name for name, _ in axes])
@@ -169,13 +163,6 @@ def _on_axes(plan: Plan, axes: Sequence[tuple[str, int]]) -> Strategy:
         )
     terms = [term for term in plan.strategy.axes if term.name in sizes or planned.get(term.name) != 1]
     return replace(plan.strategy, axes=tuple(terms)) if terms else plan.strategy
-
-
-def _names(strategy: str | Strategy) -> Sequence[str]:
-    try:
-        return Strategy.parse(strategy).names
-    except NotationError:
-        return Strategy.parse(strategy, ("node", "cluster")).names
 
 
 def precision_of(given: Mapping[str, torch.dtype | str | None], named: object) -> Precision:
@@ -249,11 +236,7 @@ def sum_over_ranks(model: nn.Module, value: float) -> float:
 
 
 def clip_grad_norm_(
-    model: nn.Module | Sequence[nn.Module],
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    error_if_nonfinite: bool = False,
+    model: nn.Module | Sequence[nn.Module], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Scales all gradients so that their joint norm is at most `max_norm`.
 

@@ -41,9 +41,9 @@ from torch import Tensor, nn
 
 from zeromesh.comm import AxisGroup, Chain, Lane, Ticket, all_reduce_max
 from zeromesh.comm.lane import Job
-from zeromesh.engine.chain import Groups, ReduceChains, Scratch, reduce_chains, refresh_chain, unshard_chain
+from zeromesh.engine.chain import ReduceChains, Scratch, reduce_chains, refresh_chain, unshard_chain
 from zeromesh.engine.flat import FlatShards, GradDestinations
-from zeromesh.engine.leaf import Leaf, PlainLeaf, classes_of, versions_of
+from zeromesh.engine.leaf import Leaf, PlainLeaf, classes_of
 from zeromesh.engine.param import UNSETTLED, ShardedParameter
 from zeromesh.engine.spread import local_of
 from zeromesh.errors import CommunicationError, ModelError
@@ -246,6 +246,7 @@ class UnitChains:
     reduce: dict[int, ReduceChains]
 
 
+@dataclass(eq=False, kw_only=True)
 class DeviceBackend:
     """Runs ops on this rank's tensors.
 
@@ -254,34 +255,25 @@ class DeviceBackend:
         layouts: of the model, then of its parts.
         host: copies to and from its memory; None if nothing lies there.
         registered: whether slots lie in registered memory.
-
-    Attributes:
         away: nothing of the model is there: `zm.parked`.
         chains: of each unit; `record` puts observed ones in their place while it records.
     """
 
-    def __init__(
-        self,
-        units: Sequence[UnitShards],
-        layouts: Sequence[Layout],
-        groups: Groups,
-        *,
-        lanes: Mapping[LaneName, Lane],
-        scratch: Mapping[LaneKind, Scratch],
-        host: HostLink | None,
-        device: torch.device,
-        registered: bool,
-    ) -> None:
-        self.units = units
-        self.layouts = layouts
-        self.groups = dict(groups)
-        self.lanes = lanes
-        self.scratch = scratch
-        self.host = host
-        self.chains: Sequence[UnitChains] = [self._bind(unit) for unit in units]
-        self.device, self.registered, self.away = device, registered, False
-        self._parked: object = None  # the slices' control, while they lie elsewhere
-        refreshed = [b.master_in_params for u in units for b in u.buffers if b.placed.routes["refresh"].down]
+    units: Sequence[UnitShards]
+    layouts: Sequence[Layout]
+    groups: dict[str, AxisGroup]
+    lanes: Mapping[LaneName, Lane]
+    scratch: Mapping[LaneKind, Scratch]
+    host: HostLink | None
+    chains: Sequence[UnitChains] = field(init=False)
+    device: torch.device
+    registered: bool
+    away: bool = False
+    _parked: object = None  # the slices' control, while they lie elsewhere
+
+    def __post_init__(self) -> None:
+        self.chains = [self._bind(unit) for unit in self.units]
+        refreshed = [b.master_in_params for u in self.units for b in u.buffers if b.placed.routes["refresh"].down]
         self._landing: tuple[LaneKind, ...] = (*COPIES, "refresh") if refreshed else COPIES
         self._rewrites = any(refreshed)  # parameters come down onto masters inside them
         self._steps: dict[int, Any] = {}  # tickets of units on the host since somebody has last waited for all; a clip
@@ -626,9 +618,10 @@ def _require_unchanged(param: ShardedParameter, generation: int) -> None:
 
 
 def _one_memory(leaves: Sequence[Leaf]) -> tuple[Tensor, ...]:
-    """For leaves over one memory, the tensors that carry its version and those of DTensors over it."""
-    counted = [versions_of(leaf) for leaf in leaves if not leaf.is_inference()]
-    return (counted[0][0], *(tensor for _, *others in counted for tensor in others)) if counted else ()
+    """For leaves over one memory, the tensors that carry its version and those of DTensors over it: [Note: Leaves] of
+    `zeromesh.engine.leaf`."""
+    counted = [leaf for leaf in leaves if not leaf.is_inference()]
+    return (*map(local_of, counted[:1]), *(leaf for leaf in counted if local_of(leaf) is not leaf))
 
 
 def _set_version(in_slot: tuple[Tensor, ...], version: int) -> None:

@@ -163,9 +163,9 @@ def build_engine(
     if any(buffer.streamed for unit in schedule.placed for buffer in unit):
         lanes |= {name: Lane(name, device=device, inline=inline) for name in STREAMED}
     backend = DeviceBackend(
-        shards,
-        schedule.layouts,
-        groups,
+        units=shards,
+        layouts=schedule.layouts,
+        groups=groups,
         lanes=lanes,
         scratch=scratch,
         host=host,

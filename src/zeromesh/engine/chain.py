@@ -30,6 +30,7 @@ from zeromesh.engine.flat import FlatShards, GradDestinations, inside
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError, NotationError
 from zeromesh.schedule import FROZEN_BYTES, ITEM_BYTES, LaneKind, Route, Transfer, Unit, place
+from zeromesh.schedule.transfer import GATHERS
 from zeromesh.strategy import Layout
 
 if TYPE_CHECKING:
@@ -171,9 +172,15 @@ def require_wires(
         NotationError: a gather would stage regions of two widths.
     """
     for placed in {placed for unit in place(layouts[""], units, layouts) for placed in unit}:
-        _require_one_width(placed.routes["unshard"])
-        _require_one_width(placed.routes["refresh"])
-        for route in placed.routes.values():
+        for lane, route in placed.routes.items():
+            # Staged regions lie in the same memory: a rank's chunk of the next one is where the one before left it, or
+            # beside that. Of another width it would overlap.
+            wires = dict.fromkeys(step.wire for step in route.staged)
+            if lane in GATHERS and len({ITEM_BYTES[wire] for wire in wires}) > 1:
+                raise NotationError(
+                    f"parameters in {route.held} cannot be gathered over axes in {' and in '.join(wires)}, of other "
+                    f"widths: give these axes one wire dtype, or let one of them have the parameters' own"
+                )
             for step in route.steps:
                 if step.form is not None:
                     from zeromesh.comm.quantised import check_quantisable
@@ -185,17 +192,6 @@ def require_wires(
                             f"the same on ranks that other parameters are divided over (tensor parallelism), and each "
                             f"would round its own copy differently, so that they drift apart: use wires in fp32 or bf16"
                         )
-
-
-def _require_one_width(route: Route) -> None:
-    """Staged regions lie in the same memory: a rank's chunk of the next one is where the one before left it, or beside
-    that. Of another width it would overlap."""
-    wires = dict.fromkeys(step.wire for step in route.staged)
-    if len({ITEM_BYTES[wire] for wire in wires}) > 1:
-        raise NotationError(
-            f"parameters in {route.held} cannot be gathered over axes in {' and in '.join(wires)}, of other "
-            f"widths: give these axes one wire dtype, or let one of them have the parameters' own"
-        )
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

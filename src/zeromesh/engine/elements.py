@@ -94,10 +94,7 @@ class Elements:
         if self.region.is_whole and whole.is_contiguous():
             return whole.view(-1)[self.start : self.start + self.numel]
         boxes = self.region.boxes(self.start, self.start + self.numel) if self.numel else ()
-        parts = [
-            whole[tuple(slice(o, o + size) for o, size in zip(box.offsets, box.sizes, strict=True))].reshape(-1)
-            for box in boxes
-        ]
+        parts = [whole[box.index].reshape(-1) for box in boxes]
         return torch.cat(parts) if parts else whole.new_empty(0)
 
     def _refusal(self, operand: Tensor, call: str) -> OptimizerError:

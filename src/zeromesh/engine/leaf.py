@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zeromesh.engine import allowed
-from zeromesh.engine.spread import Spread, local_of
+from zeromesh.engine.spread import Spread
 from zeromesh.errors import ModelError
 
 _TELLS = (
@@ -73,23 +73,15 @@ class PlainLeaf(Leaf):
     """Over memory that is all of the parameter."""
 
 
-class ClosedPlainLeaf(_Closed, PlainLeaf):
-    """Closed."""
-
-
 class SpreadLeaf(Leaf, DTensor):
     """Over the memory of this rank's part of a DTensor."""
 
     __slots__ = ()
 
 
-class ClosedSpreadLeaf(_Closed, SpreadLeaf):
-    """Closed."""
-
-    __slots__ = ()
-
-
-_CLOSED: dict[type[Leaf], type[Leaf]] = {PlainLeaf: ClosedPlainLeaf, SpreadLeaf: ClosedSpreadLeaf}
+_CLOSED: dict[type[Leaf], type[Leaf]] = {
+    opened: type(f"Closed{opened.__name__}", (_Closed, opened), {"__slots__": ()}) for opened in (PlainLeaf, SpreadLeaf)
+}
 _OPEN = {closed: opened for opened, closed in _CLOSED.items()}
 
 
@@ -111,9 +103,3 @@ def classes_of(leaf: Leaf) -> tuple[type[Leaf], type[Leaf]]:
     """Its class while it is open, and while it is closed."""
     opened = _OPEN.get(type(leaf), type(leaf))
     return opened, _CLOSED[opened]
-
-
-def versions_of(leaf: Leaf) -> tuple[Tensor, ...]:
-    """The tensors whose versions count writes to a leaf's memory, the memory itself first: [Note: Leaves]."""
-    memory = local_of(leaf)
-    return (leaf,) if memory is leaf else (memory, leaf)

@@ -19,11 +19,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zeromesh.engine.calls import as_python
 from zeromesh.engine.elements import Elements

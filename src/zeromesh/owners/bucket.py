@@ -248,9 +248,8 @@ def _boxes(member: Member, part: Part, kind: int, flat: Tensor) -> Iterator[tupl
     tensor = member.whole.grad if kind == GRADIENT else member.whole.data
     assert tensor is not None
     for box in part.region.boxes(part.start, part.stop):
-        index = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
         first = box.start - part.start
-        yield tensor[index], flat[first : first + box.numel].view(box.sizes)
+        yield tensor[box.index], flat[first : first + box.numel].view(box.sizes)
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -40,6 +40,11 @@ class Box:
     def stop(self) -> int:
         return self.start + self.numel
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The index of its elements in the tensor."""
+        return tuple(slice(first, first + size) for first, size in zip(self.offsets, self.sizes, strict=True))
+
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """Elements `start` to `stop` of a row-major tensor of `shape`, as boxes in order: [Note: Boxes].

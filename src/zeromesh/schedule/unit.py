@@ -115,9 +115,6 @@ class Unit:
         """Bytes of its parameters in the compute dtype."""
         return sum(buffer.numel * ITEM_BYTES[buffer.param_dtype] for buffer in self.buffers)
 
-    def encloses(self, other: Unit) -> bool:
-        return self.name == "" or other.name.startswith(f"{self.name}.")
-
 
 def neighbours(units: Sequence[Unit], bucket_bytes: int) -> list[list[int]]:
     """Which units, by index, are joined: neighbours, until their parameters take `bucket_bytes`.
@@ -139,8 +136,8 @@ def neighbours(units: Sequence[Unit], bucket_bytes: int) -> list[list[int]]:
 
 
 def _alone(unit: Unit, units: Sequence[Unit]) -> bool:
-    others = (other for other in units if "" not in (other.name, unit.name) and other.name != unit.name)
-    return any(unit.encloses(other) or other.encloses(unit) for other in others)
+    pairs = [(unit.name, other.name) for other in units if other.name and unit.name]
+    return any(one.startswith(f"{other}.") or other.startswith(f"{one}.") for one, other in pairs)
 
 
 def joined_name(names: Sequence[str]) -> str:
