@@ -243,14 +243,7 @@ class Engine:
 
     def _watch_leaves(self, unit: int) -> None:
         """Watches the gradients of a unit's own parameters, if none of its outputs announces its backward."""
-        engine = weakref.ref(self)
-
-        @as_python
-        def arrived(leaf: Tensor) -> None:
-            self = engine()
-            if self is not None:
-                self._enter_backward()
-
+        arrived = self._weakly(Engine._enter_backward)
         self._watched.add(unit)
         for leaf in [leaf for buffer in self.backend.units[unit].trained for leaf in buffer.leaves]:
             with torch._C.DisableTorchFunctionSubclass():  # it may be closed by now
@@ -287,16 +280,20 @@ class Engine:
             return  # in the second case this one runs inside it
         if backward is not None:
             self.fail()
+        ended = self._weakly(Engine._end_backward)
+        self._begin_backward(self._backward(task, weakref.ref(ended)))
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+    def _weakly(self, method: Callable[[Engine], None]) -> Callable[..., None]:
+        """A function for autograd to call, which does not keep the engine."""
         engine = weakref.ref(self)
 
         @as_python
-        def ended() -> None:
-            self = engine()
-            if self is not None:
-                self._end_backward()
+        def called(*_: Tensor) -> None:
+            if (found := engine()) is not None:
+                method(found)
 
-        self._begin_backward(self._backward(task, weakref.ref(ended)))
-        torch.autograd.Variable._execution_engine.queue_callback(ended)
+        return called
 
     def _backward(self, task: int, ended: Callable[[], object], **half: Any) -> Backward:
         return Backward(task, ended, self.last, self.weight.of_grads, inputs_only=self._halves is not None, **half)

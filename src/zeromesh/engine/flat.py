@@ -185,7 +185,7 @@ class FlatShards:
         return self.places[0].info.name
 
     def range_of(self, axes: Sequence[Axis]) -> slice:
-        return self.placed.shard(axes, self.coordinates)
+        return self.placed.layout.shard(self.padded, axes, self.coordinates)
 
     @property
     def master_in_params(self) -> bool:

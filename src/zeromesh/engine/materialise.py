@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.spread import local_of
+from zeromesh.engine.spread import bytes_of, local_of
 from zeromesh.engine.units import ModuleUnit
 from zeromesh.errors import ModelError
 from zeromesh.modules import ORIGIN, Lazy, Source, clean_name, lacks_values, tensors_of
@@ -112,7 +112,7 @@ class Materialiser:
         empty = torch.empty_like(whole, device=self.device).detach()
         if empty.is_floating_point():
             return empty.fill_(torch.nan)
-        _storage_bytes(empty).fill_(_UNTOUCHED)
+        bytes_of(empty.untyped_storage()).fill_(_UNTOUCHED)
         return empty
 
     def _initialise(self, fresh: dict[nn.Module, list[tuple[str, Tensor]]]) -> str:
@@ -175,11 +175,7 @@ def _take_assigned(module: nn.Module, tensors: list[tuple[str, Tensor]]) -> None
 def _is_fresh(tensor: Tensor) -> bool:
     if tensor.is_floating_point():
         return bool(tensor.isnan().any())
-    return bool(tensor.numel()) and bool((_storage_bytes(tensor) == _UNTOUCHED).all())
-
-
-def _storage_bytes(tensor: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return bool(tensor.numel()) and bool((bytes_of(tensor.untyped_storage()) == _UNTOUCHED).all())
 
 
 @torch.no_grad()

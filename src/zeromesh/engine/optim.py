@@ -255,8 +255,8 @@ def take_slices(optimizer: Optimizer) -> None:
         if isinstance(param, ShardedParameter):
             state: dict[str, Any] = optimizer.state.get(param, {})
             for key, value in state.items():
-                whole = isinstance(value, torch.Tensor) and key not in NUMBERS
-                if isinstance(value, Slice) or (whole and value.shape == param.shape != (param.elements.numel,)):
+                sized = isinstance(value, torch.Tensor) and key not in NUMBERS
+                if isinstance(value, Slice) or (sized and value.shape == param.shape != (param.elements.numel,)):
                     own = loaded_operand(param.elements, value, f"load_state_dict of state {key!r}")
                     own = own.expand(param.elements.numel)  # of one element, which this rank may not have
                     # A clone, or the whole of it would stay in memory.

@@ -14,6 +14,7 @@ from zeromesh.engine.api import engine_of
 from zeromesh.engine.build import take_host_memory
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import take_slices
+from zeromesh.engine.spread import bytes_of
 from zeromesh.errors import ModelError
 
 KINDS = {"master": 1, "owed": 1, "grads": 2, "params": 3, "kept": 3}
@@ -64,7 +65,7 @@ def parked(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = (), h
     link, _ = take_host_memory(sum(map(padded, sizes)), control, device, call="zm.parked", less=less)
     copies = [link.arena.take(padded(size), torch.uint8)[:size] for size in sizes]
     for storage, copy in zip(kept, copies, strict=False):
-        copy.copy_(_bytes_of(storage), non_blocking=True)
+        copy.copy_(bytes_of(storage), non_blocking=True)
     for (state, key), copy in zip(states, copies[len(kept) :], strict=True):
         state[key] = copy.view(state[key].dtype).view(state[key].shape).copy_(state[key], non_blocking=True)
     sizes = [storage.nbytes() for storage in (*kept, *dropped)]
@@ -79,9 +80,9 @@ def parked(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = (), h
         for storage, size in zip((*kept, *dropped), sizes, strict=True):
             storage.resize_(size)
         for storage, copy in zip(kept, copies, strict=False):
-            _bytes_of(storage).copy_(copy, non_blocking=True)
+            bytes_of(storage).copy_(copy, non_blocking=True)
         for storage in dropped:
-            _bytes_of(storage).zero_()
+            bytes_of(storage).zero_()
         for state, key in states:
             state[key] = state[key].to(device, copy=True)
         engine.backend.park(None)
@@ -102,7 +103,3 @@ def _storages(engine: Engine, stage: int) -> tuple[list[UntypedStorage], list[Un
     working = engine.backend.working_buffers() if stage == 3 else []
     kept, dropped = ({t.untyped_storage().data_ptr(): t.untyped_storage() for t in each} for each in (shards, working))
     return [storage for at, storage in kept.items() if at], [storage for at, storage in dropped.items() if at]
-
-
-def _bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -17,7 +17,7 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -32,6 +32,10 @@ from zeromesh.pieces.sliced import dtensor_region, folding
 def local_of(tensor: Tensor) -> Tensor:
     """The memory of a tensor on this rank: of a DTensor its local tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

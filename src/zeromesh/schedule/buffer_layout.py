@@ -265,12 +265,9 @@ class BufferLayout:
         """Elements of one rank's shard over `axes`."""
         return self.padded // self.layout.degree(axes)
 
-    def shard(self, axes: Sequence[Axis], coordinates: dict[str, int]) -> slice:
-        return self.layout.shard(self.padded, axes, coordinates)
-
     def region(self, step: Transfer, coordinates: dict[str, int]) -> slice:
         """The range of the buffer that a rank's gather works on."""
-        return self.shard(self.layout.above(step.axis), coordinates)
+        return self.layout.shard(self.padded, self.layout.above(step.axis), coordinates)
 
     @property
     def slot_dtype(self) -> str:
