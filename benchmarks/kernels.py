@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.comm.summing import parts
-from zeromesh.comm.transport import Messages
+from zeromesh.comm.transport import Messages, parts
 from zeromesh.measure.setting import read_setting
 from zeromesh.wires import QuantFormat
 from zeromesh.wires.blocks.quantiser import Quantiser

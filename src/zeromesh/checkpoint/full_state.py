@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from zeromesh.checkpoint.states import extra_names, extra_states, set_extra_states
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control, broadcast_bytes
+from zeromesh.engine.elements import require_one_of_a_name
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.home import require_one_of_a_name
 from zeromesh.engine.spread import local_of
 from zeromesh.engine.state_dict import whole_state
 from zeromesh.errors import ModelError, nearest

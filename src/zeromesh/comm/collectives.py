@@ -37,8 +37,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, chunks_of, own_chunk, wait_for_all
-from zeromesh.comm.summing import SumScratch, parts, sum_dtype
-from zeromesh.comm.transport import PIECE_BYTES, carried, nothing, reduce_scatter_single, send_all
+from zeromesh.comm.transport import (
+    PIECE_BYTES,
+    SumScratch,
+    carried,
+    nothing,
+    parts,
+    reduce_scatter_single,
+    send_all,
+    sum_dtype,
+)
 from zeromesh.schedule.memory import MESSAGES_BYTES, part_numel
 from zeromesh.wires import WireFormat
 from zeromesh.wires.target import Target

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, Wait, chunks_of
-from zeromesh.comm.summing import parts
-from zeromesh.comm.transport import nothing
+from zeromesh.comm.transport import nothing, parts
 from zeromesh.errors import InputError, InternalError
 from zeromesh.wires import WireFormat
 from zeromesh.wires.format import Codec, has_triton

@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.engine.build import build_engine, make_control, make_homes, mesh_axes, mesh_device
 from zeromesh.engine.chain import require_wires
-from zeromesh.engine.engine import Engine
+from zeromesh.engine.engine import Engine, Pipeline
 from zeromesh.engine.hooks import install_on_method
 from zeromesh.engine.lifecycle import Weight
 from zeromesh.engine.materialise import lazy_sources, read_lazy, settle
@@ -256,10 +257,7 @@ def clip_grad_norm_(
         RuntimeError: with `error_if_nonfinite`, as in torch.
     """
     engines = [engine_of(each) for each in ([model] if isinstance(model, nn.Module) else model)]
-    if joint := len(engines) != 1 or engines[0].pipeline is not None:
-        from zeromesh.engine.joint import joint_norm, require_joint  # of several models
-
-        pipeline = require_joint(engines)
+    pipeline = require_joint(engines)
     shown, totals = list[tuple[list[ShardedParameter], list[Tensor]]](), list[Tensor]()
     for engine in engines:
         own = [param for param in engine.optimizer_params() if param.grad is not None]
@@ -269,7 +267,7 @@ def clip_grad_norm_(
         norms = norms.to(torch.promote_types(grads[0].dtype, torch.float32)) if own else torch.zeros(1)
         totals.append(torch.linalg.vector_norm(norms, norm_type))
     total = totals[0]
-    if joint:
+    if pipeline is not None or len(engines) != 1:
         total = joint_norm(totals, norm_type, pipeline, engines[0].control.device).to(total.dtype)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
@@ -322,3 +320,44 @@ def zero_grad(model: nn.Module) -> None:
         ModelError: `model` is not sharded.
     """
     engine_of(model).discard_grads()
+
+
+def require_joint(engines: Sequence[Engine]) -> Pipeline | None:
+    """The pipeline that `engines` are this rank's part of; None of models that are in none.
+
+    Raises:
+        InputError: they have no joint norm: the other ranks would wait, or sum another.
+    """
+    pipeline = next((engine.pipeline for engine in engines if engine.pipeline is not None), None)
+    if pipeline is None:
+        ranks = [dist.get_process_group_ranks(e.control.group) if e.control.group else [] for e in engines]
+        if ranks.count(ranks[0]) != len(ranks):
+            raise InputError(
+                f"a joint norm needs models on the same ranks, or all of this rank's stages of one pipeline; these are "
+                f"on ranks {' and '.join(map(str, ranks))}: for stages, call zm.pipeline(stages) first"
+            )
+        return None
+    own = [engine() for engine in pipeline.stages.values()]
+    if len(engines) != len(own) or any(engine not in own for engine in engines):
+        raise InputError(
+            f"this rank holds stages {', '.join(map(str, pipeline.stages))} of a pipeline, and the norm covers all of "
+            f"them; got {len(engines)} model(s): pass the models of exactly these stages, as a list, on all ranks"
+        )
+    return pipeline
+
+
+def joint_norm(norms: Sequence[Tensor], order: float, pipeline: Pipeline | None, device: torch.device) -> Tensor:
+    """The norm of all that `norms` are the norms of, here and in the other stages; 0-d, the same on all ranks.
+
+    Args:
+        norms: of this rank's models, each the same on all ranks of its mesh.
+        order: p of the p-norm.
+        pipeline: that they are a part of.
+    """
+    own: Tensor = torch.linalg.vector_norm(torch.stack([norm.double().to(device) for norm in norms]), order)
+    if pipeline is not None:
+        # Gathered, not reduced: a maximum over ranks drops nan or keeps it by their order.
+        found = [torch.zeros_like(own) for _ in range(dist.get_world_size(pipeline.group))]
+        dist.all_gather(found, own, group=pipeline.group)
+        own = torch.linalg.vector_norm(torch.stack(found), order)
+    return own

@@ -20,9 +20,9 @@ from zeromesh.comm.groups import Registration, registered
 from zeromesh.engine.backend import STREAMED, DeviceBackend, LaneName, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.control import Control, broadcast_bytes
+from zeromesh.engine.elements import Home
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.home import Home
 from zeromesh.engine.hooks import install, watch_reads
 from zeromesh.engine.materialise import Init, Materialiser
 from zeromesh.engine.spread import local_of

@@ -22,7 +22,7 @@ from zeromesh.comm import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards, WholeTensors
 from zeromesh.engine.calls import OutputHook, as_python, tensors_of
 from zeromesh.engine.control import reduce_over
-from zeromesh.engine.home import Home, require_one_of_a_name, require_own_tokens
+from zeromesh.engine.elements import Home, require_one_of_a_name, require_own_tokens
 from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.lifecycle import Agreement, Changes, Step, Weight
 from zeromesh.engine.param import ShardedParameter
@@ -115,7 +115,7 @@ class Engine:
 
     def require_own(self) -> None:
         """Raises ModelError for parameters that `added` finds: whoever saves the model would leave them out; and as
-        `zeromesh.engine.home.require_one_of_a_name`."""
+        `zeromesh.engine.elements.require_one_of_a_name`."""
         require_one_of_a_name(self.homes)
         for name, _ in self.added():
             raise ModelError(

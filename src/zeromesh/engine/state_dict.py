@@ -22,8 +22,8 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeromesh.engine.control import reduce_over
+from zeromesh.engine.elements import require_one_of_a_name
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.home import require_one_of_a_name
 from zeromesh.engine.param import ShardedParameter, Slice, loaded_operand, refuse_transforms
 from zeromesh.errors import CheckpointError, InputError
 from zeromesh.modules import clean_name

@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import gather_over
+from zeromesh.engine.elements import Home
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.home import Home
 from zeromesh.engine.optim import stored, take_slices
 from zeromesh.errors import MismatchError
 from zeromesh.strategy import Axis

@@ -10,9 +10,9 @@ from itertools import product
 import torch.distributed as dist
 
 from zeromesh.comm import make_line
+from zeromesh.engine.elements import Home
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import ParamRange
-from zeromesh.engine.home import Home
 from zeromesh.engine.spread import Spread
 from zeromesh.owners.stacks import Stacking
 from zeromesh.pieces.owners import across

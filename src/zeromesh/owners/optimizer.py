@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeromesh.engine.control import Control
+from zeromesh.engine.elements import Home
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import ParamRange
-from zeromesh.engine.home import Home
 from zeromesh.engine.optim import UNPROVEN, WHOLE
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import DTYPES

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeromesh.comm.summing import SumScratch
-from zeromesh.comm.transport import Messages, Native, Transport
+from zeromesh.comm.transport import Messages, Native, SumScratch, Transport
 from zeromesh.wires.target import Target
 
 NUMEL, TERMS = 200, 5

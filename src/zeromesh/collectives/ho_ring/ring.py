@@ -23,8 +23,7 @@ from torch import Tensor
 
 from zeromesh.collectives.ho_ring.slices import WINDOW, slice_bytes, sum_terms
 from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, Wait, chunks_of
-from zeromesh.comm.summing import SumScratch, parts, sum_dtype
-from zeromesh.comm.transport import carried, pieces
+from zeromesh.comm.transport import SumScratch, carried, parts, pieces, sum_dtype
 from zeromesh.wires.target import Target
 
 LAG = 2
