@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from zeromesh.comm import AxisGroup, Chain, Lane, Ticket, all_reduce_max
 from zeromesh.comm.lane import Job
-from zeromesh.engine.chain import ReduceChains, Scratch, reduce_chains, refresh_chain, unshard_chain
+from zeromesh.engine.chain import Binding, ReduceChains, Scratch
 from zeromesh.engine.flat import FlatShards, GradDestinations
 from zeromesh.engine.leaf import Leaf, PlainLeaf, classes_of
 from zeromesh.engine.param import UNSETTLED, ShardedParameter
@@ -279,20 +279,13 @@ class DeviceBackend:
         self._steps: dict[int, Any] = {}  # tickets of units on the host since somebody has last waited for all; a clip
 
     def _bind(self, unit: UnitShards) -> UnitChains:
-        groups, scratch, host = self.groups, self.scratch, self.host
-
-        def gathers(*, from_kept: bool) -> ByLane:
-            chains = (unshard_chain(b, groups, scratch["unshard"], host, from_kept=from_kept) for b in sharded)
-            return _by_lane("unshard", chains)
-
-        sharded = [b for b in unit.buffers if b.gathered]
+        bound = [Binding(buffer, self.groups, self.scratch, self.host) for buffer in unit.buffers]
+        gathered = [each for each in bound if each.shards.gathered]
         return UnitChains(
-            unshard=gathers(from_kept=False),
-            unshard_kept=gathers(from_kept=True),
-            refresh=_by_lane("refresh", (refresh_chain(b, groups, scratch["refresh"], host) for b in unit.buffers)),
-            reduce={
-                i: reduce_chains(b, groups, scratch, host) for i, b in enumerate(unit.buffers) if b.grads is not None
-            },
+            unshard=_by_lane("unshard", (each.unshard(from_kept=False) for each in gathered)),
+            unshard_kept=_by_lane("unshard", (each.unshard(from_kept=True) for each in gathered)),
+            refresh=_by_lane("refresh", (each.refresh() for each in bound)),
+            reduce={i: each.reductions() for i, each in enumerate(bound) if each.shards.grads is not None},
         )
 
     @property

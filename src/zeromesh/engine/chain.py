@@ -54,110 +54,6 @@ class Scratch:
         return self.staging[start : start + numel * dtype.itemsize].view(dtype)
 
 
-def unshard_chain(
-    shards: FlatShards, groups: Groups, scratch: Scratch, host: HostLink | None, *, from_kept: bool
-) -> Chain:
-    """Gathers `params` (or `kept`) into `full`, filling `kept` on the way."""
-    placed, whole, route = shards.placed, slice(0, shards.padded), shards.placed.routes["unshard"]
-    gathers = partial(_gathers, shards, destination=shards.full, held=whole, groups=groups, scratch=scratch)
-    kept_step = next((step for step in route.steps if step.axis is placed.kept_axis), None)
-    if shards.kept is None or kept_step is None:
-        return _brought(shards.params, shards.full[shards.param_range], route, gathers, host)
-    region, group = shards.full[placed.region(kept_step, shards.coordinates)], groups[kept_step.axis.name]
-    if not from_kept and route.down is None:
-        gathers = partial(gathers, kept=shards.kept)
-    if not from_kept:
-        chain = _brought(shards.params, shards.full[shards.param_range], route, gathers, host)
-        return (*chain, _link(host).step("down", shards.kept, region)) if route.down else chain
-    if not placed.keeps_messages:
-        return _brought(shards.kept, region, placed.from_kept, gathers, host)
-    from zeromesh.comm.quantised import restore_kept  # a quantised wire is asked for by name
-
-    # The messages give back the part of `full` that the gather over the kept axis filled.
-    assert kept_step.form is not None
-    restore = partial(restore_kept, shards.kept, region, group, kept_step.form, workspace=scratch.workspace)
-    return (Step(call=restore), *gathers(placed.from_kept, region))
-
-
-def refresh_chain(shards: FlatShards, groups: Groups, scratch: Scratch, host: HostLink | None) -> Chain:
-    """Casts `master` and gathers it into `params`; empty if nothing is left to do."""
-    placed, held, source = shards.placed, shards.param_range, shards.master
-    route = placed.routes["refresh"]
-    if source is None or (shards.master_in_params and not route.steps):
-        return ()
-    # The alias keeps autograd's version counter out of it: no graph outlives the optimizer's step.
-    params = destination = shards.params.data
-    cast: Copy | None = None
-    if placed.streamed:
-        source = inside(params, held, shards.state_range)  # which a step, or `bring`, has filled
-    if route.up is not None:
-        compute = inside(params, held, shards.state_range) if route.down else shards.cast
-        if compute is not None and not _same(compute, source):
-            cast, source = (compute, source), compute
-        if route.down:
-            destination = scratch.region(route.passing, params.dtype)
-    gathers = partial(_gathers, shards, destination=destination, held=held, groups=groups, scratch=scratch)
-    chain = _brought(source, inside(destination, held, shards.state_range), route, gathers, host, cast)
-    return (*chain, _link(host).step("down", params, destination, aside=False)) if route.down else chain
-
-
-def _brought(
-    source: Tensor,
-    lands: Tensor,
-    route: Route,
-    gathers: Callable[[Route, Tensor], Chain],
-    host: HostLink | None,
-    cast: Copy | None = None,
-) -> Chain:
-    """The gathers of `source`; if it lies on the host, after a copy up to where it `lands`, and a `cast` before that.
-    Where that is memory of the lane, which does one job at a time, the copy is a part of the job."""
-    if route.up is None:
-        return gathers(route, source)
-    return (_link(host).step("up", lands, source, before=cast, aside=not route.passing), *gathers(route, lands))
-
-
-def _link(host: HostLink | None) -> HostLink:
-    assert host is not None  # a route copies only where there is one
-    return host
-
-
-def _gathers(
-    shards: FlatShards,
-    route: Route,
-    source: Tensor,
-    *,
-    destination: Tensor,
-    held: slice,
-    groups: Groups,
-    scratch: Scratch,
-    kept: Tensor | None = None,
-) -> Chain:
-    """Along `route`, in `destination`, which covers `held` of the buffer."""
-    placed = shards.placed
-
-    def sent(values: Tensor) -> Tensor:
-        """Codes as bytes: backends know fewer dtypes than torch."""
-        return values.view(torch.uint8) if placed.buffer.param_dtype in FROZEN_BYTES else values
-
-    chain, current, end = list[Step](), sent(source), sent(destination)
-    for step in route.steps:
-        region, keep = sent(inside(destination, held, placed.region(step, shards.coordinates))), None
-        if kept is not None and step.axis is placed.kept_axis:
-            region, keep = (region, kept) if placed.keeps_messages else (sent(kept), None)
-        elif step in route.staged:
-            region = scratch.region(step.numel, DTYPES[step.wire], route.passing_bytes)
-        group = groups[step.axis.name]
-        own = own_chunk(region, group)
-        before = None if _same(own, current) else (own, current)
-        current = region
-        call = partial(all_gather, region, group)
-        if step.form is not None:
-            call = partial(all_gather, region, group, step.form, workspace=scratch.workspace, keep=keep)
-        chain.append(Step(operation="all_gather", groups=(group,), call=call, before=before))
-    bound = runnable(placed.layout).bind(route, chain)
-    return bound if _same(end, current) else (*bound, Step(after=(end, current)))
-
-
 def require_wires(
     layouts: Mapping[str, Layout], units: Iterable[Unit], repeated: Mapping[str, str] = MappingProxyType({})
 ) -> None:
@@ -194,10 +90,6 @@ def require_wires(
                         )
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceChains:
     """A unit's reductions of one buffer: a micro-batch's into the accumulator, and the boundary's from there.
@@ -227,133 +119,233 @@ class ReduceChains:
     down: Chain = ()
 
 
-def reduce_chains(
-    shards: FlatShards, groups: Groups, scratch: Mapping[LaneKind, Scratch], host: HostLink | None
-) -> ReduceChains:
-    """From `waiting` into the accumulator, and on to its state shard's part."""
-    placed, grads = shards.placed, shards.grads
-    assert grads is not None
-    early, late = placed.routes["reduce"], placed.routes["boundary"]
-    first, scales = _scales([*early.steps, *late.steps], groups, placed.layout.share)
-    early_scales, late_scales = scales[: len(early.steps)], scales[len(early.steps) :]
-    micro = _reductions(shards, early, shards.waiting, grads, early_scales, groups, scratch["reduce"])
-    boundary = _reductions(shards, late, grads, None, late_scales, groups, scratch["boundary"])
-    alone, boundary_alone = shards.destinations, boundary
-    dtype = DTYPES[placed.collected_dtype(alone=True)]
-    if dtype != shards.collected.dtype:
-        # At the end of the accumulator that is apart from the first step's result, so that it may send from there;
-        # through its staging memory if neither end is.
-        step, group = late.steps[0], groups[late.steps[0].axis.name]
-        out, cut = own_chunk(grads, group) if step.operation == "reduce_scatter" else grads, grads.view(dtype)
-        ends = cut[: shards.padded], cut[-shards.padded :]
-        free = next((end for end in ends if _apart(end, out)), None)
-        region, alone = ends[0] if free is None else free, shards.destinations_in(ends[0] if free is None else free)
-        sent = _reduction(shards, step, region, out, group, scratch["boundary"], late_scales[0], staged=free is None)
-        boundary_alone = (sent, *boundary[1:])
-    return ReduceChains(
-        micro=micro,
-        boundary=boundary,
-        alone=alone,
-        boundary_alone=boundary_alone,
-        first=first,
-        **_grad_copies(shards, scratch["up"], host),
-    )
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Binds the transfers of one flat buffer to its tensors.
 
+    Args:
+        scratch: of each lane.
+        host: None where nothing lies there.
+    """
 
-def _grad_copies(shards: FlatShards, scratch: Scratch, host: HostLink | None) -> dict[str, Chain]:
-    """The copies between `grads` and `host_grads`."""
-    grads, held, routes, found = shards.grads, shards.host_grads, shards.placed.routes, dict[str, Chain]()
-    if held is None or grads is None:
+    shards: FlatShards
+    groups: Groups
+    scratch: Mapping[LaneKind, Scratch]
+    host: HostLink | None
+
+    @property
+    def _link(self) -> HostLink:
+        assert self.host is not None  # a route copies only where there is one
+        return self.host
+
+    def unshard(self, *, from_kept: bool) -> Chain:
+        """Gathers `params` (or `kept`) into `full`, filling `kept` on the way."""
+        shards, placed = self.shards, self.shards.placed
+        route, own = placed.routes["unshard"], shards.full[shards.param_range]
+        gathers = partial(self._gathers, "unshard", destination=shards.full, held=slice(0, shards.padded))
+        kept_step = next((step for step in route.steps if step.axis is placed.kept_axis), None)
+        if shards.kept is None or kept_step is None:
+            return self._brought(shards.params, own, route, gathers)
+        region = shards.full[placed.region(kept_step, shards.coordinates)]
+        if not from_kept:
+            gathers = gathers if route.down else partial(gathers, kept=shards.kept)
+            chain = self._brought(shards.params, own, route, gathers)
+            return (*chain, self._link.step("down", shards.kept, region)) if route.down else chain
+        if not placed.keeps_messages:
+            return self._brought(shards.kept, region, placed.from_kept, gathers)
+        from zeromesh.comm.quantised import restore_kept  # a quantised wire is asked for by name
+
+        # The messages give back the part of `full` that the gather over the kept axis filled.
+        assert kept_step.form is not None
+        group, workspace = self.groups[kept_step.axis.name], self.scratch["unshard"].workspace
+        restore = partial(restore_kept, shards.kept, region, group, kept_step.form, workspace=workspace)
+        return (Step(call=restore), *gathers(placed.from_kept, region))
+
+    def refresh(self) -> Chain:
+        """Casts `master` and gathers it into `params`; empty if nothing is left to do."""
+        shards, route, held = self.shards, self.shards.placed.routes["refresh"], self.shards.param_range
+        source = shards.master
+        if source is None or (shards.master_in_params and not route.steps):
+            return ()
+        # The alias keeps autograd's version counter out of it: no graph outlives the optimizer's step.
+        params = destination = shards.params.data
+        cast: Copy | None = None
+        if shards.placed.streamed:
+            source = inside(params, held, shards.state_range)  # which a step, or `bring`, has filled
+        if route.up is not None:
+            compute = inside(params, held, shards.state_range) if route.down else shards.cast
+            if compute is not None and not _same(compute, source):
+                cast, source = (compute, source), compute
+            if route.down:
+                destination = self.scratch["refresh"].region(route.passing, params.dtype)
+        gathers = partial(self._gathers, "refresh", destination=destination, held=held)
+        chain = self._brought(source, inside(destination, held, shards.state_range), route, gathers, cast)
+        return (*chain, self._link.step("down", params, destination, aside=False)) if route.down else chain
+
+    def _brought(
+        self, source: Tensor, lands: Tensor, route: Route, gathers: Callable[..., Chain], cast: Copy | None = None
+    ) -> Chain:
+        """The gathers of `source`; if it lies on the host, after a copy up to where it `lands`, and a `cast` before
+        that. Where that is memory of the lane, which does one job at a time, the copy is a part of the job."""
+        if route.up is None:
+            return gathers(route, source)
+        return (self._link.step("up", lands, source, before=cast, aside=not route.passing), *gathers(route, lands))
+
+    def _gathers(
+        self,
+        lane: LaneKind,
+        route: Route,
+        source: Tensor,
+        *,
+        destination: Tensor,
+        held: slice,
+        kept: Tensor | None = None,
+    ) -> Chain:
+        """Along `route`, in `destination`, which covers `held` of the buffer."""
+        placed, scratch = self.shards.placed, self.scratch[lane]
+
+        def sent(values: Tensor) -> Tensor:
+            """Codes as bytes: backends know fewer dtypes than torch."""
+            return values.view(torch.uint8) if placed.buffer.param_dtype in FROZEN_BYTES else values
+
+        chain, current, end = list[Step](), sent(source), sent(destination)
+        for step in route.steps:
+            region, keep = sent(inside(destination, held, placed.region(step, self.shards.coordinates))), None
+            if kept is not None and step.axis is placed.kept_axis:
+                region, keep = (region, kept) if placed.keeps_messages else (sent(kept), None)
+            elif step in route.staged:
+                region = scratch.region(step.numel, DTYPES[step.wire], route.passing_bytes)
+            group = self.groups[step.axis.name]
+            own = own_chunk(region, group)
+            before = None if _same(own, current) else (own, current)
+            current = region
+            call = partial(all_gather, region, group)
+            if step.form is not None:
+                call = partial(all_gather, region, group, step.form, workspace=scratch.workspace, keep=keep)
+            chain.append(Step(operation="all_gather", groups=(group,), call=call, before=before))
+        bound = runnable(placed.layout).bind(route, chain)
+        return bound if _same(end, current) else (*bound, Step(after=(end, current)))
+
+    def reductions(self) -> ReduceChains:
+        """From `waiting` into the accumulator, and on to its state shard's part."""
+        shards, placed, grads = self.shards, self.shards.placed, self.shards.grads
+        assert grads is not None
+        early, late = placed.routes["reduce"].steps, placed.routes["boundary"].steps
+        first, scales = self._scales([*early, *late])
+        micro = self._reductions("reduce", shards.waiting, grads, scales[: len(early)])
+        boundary = self._reductions("boundary", grads, None, scales[len(early) :])
+        alone, boundary_alone = shards.destinations, boundary
+        dtype = DTYPES[placed.collected_dtype(alone=True)]
+        if dtype != shards.collected.dtype:
+            # At the end of the accumulator that is apart from the first step's result, so that it may send from there;
+            # through its staging memory if neither end is.
+            scatters, cut = late[0].operation == "reduce_scatter", grads.view(dtype)
+            out = own_chunk(grads, self.groups[late[0].axis.name]) if scatters else grads
+            ends = cut[: shards.padded], cut[-shards.padded :]
+            free = next((end for end in ends if _apart(end, out)), None)
+            region = ends[0] if free is None else free
+            sent = self._reduction("boundary", late[0], region, out, scales[len(early)], staged=free is None)
+            alone, boundary_alone = shards.destinations_in(region), (sent, *boundary[1:])
+        return ReduceChains(
+            micro=micro,
+            boundary=boundary,
+            alone=alone,
+            boundary_alone=boundary_alone,
+            first=first,
+            **self._grad_copies(grads),
+        )
+
+    def _grad_copies(self, grads: Tensor) -> dict[str, Chain]:
+        """The copies between `grads` and `host_grads`."""
+        shards, routes, found = self.shards, self.shards.placed.routes, dict[str, Chain]()
+        if (held := shards.host_grads) is None:
+            return found
+        if routes["boundary"].down is not None:
+            found["down"] = (self._link.step("down", shards.shown, shards.reduced),)
+        if routes["reduce"].down is not None:
+            found["micro_down"] = (self._link.step("down", held, grads),)
+        if (up := routes["up"].up) is not None:
+            landing = self.scratch["up"].region(up.numel, grads.dtype)
+            if not routes["up"].passing:
+                assert shards.waiting is not None  # it is long enough
+                landing = shards.waiting.view(torch.uint8)[: grads.nbytes].view(grads.dtype)
+            found["up"] = (self._link.step("up", landing, held), Step(call=partial(grads.add_, landing)))
         return found
-    if routes["boundary"].down is not None:
-        found["down"] = (_link(host).step("down", shards.shown, shards.reduced),)
-    if routes["reduce"].down is not None:
-        found["micro_down"] = (_link(host).step("down", held, grads),)
-    if (up := routes["up"].up) is not None:
-        landing = scratch.region(up.numel, grads.dtype)
-        if not routes["up"].passing:
-            assert shards.waiting is not None  # it is long enough
-            landing = shards.waiting.view(torch.uint8)[: grads.nbytes].view(grads.dtype)
-        found["up"] = (_link(host).step("up", landing, held), Step(call=partial(grads.add_, landing)))
-    return found
+
+    def _scales(self, steps: Sequence[Transfer]) -> tuple[float, list[float]]:
+        """The factor of each step, and before them that of whoever fills the first one's source: a step leaves its
+        factor to the one before if it would be a pass over the memory."""
+        factor, scales = self.shards.placed.layout.share, list[float]()
+        for step in reversed(steps):
+            transport, size = self.groups[step.axis.name].transport, step.axis.size
+            factor *= 1.0 if step.operation == "all_gather" else 1 / size
+            later = step.operation == "all_gather"
+            if step.form is None and transport.sums(step.operation, DTYPES[step.wire]):
+                later = later or transport.scaled_sum(size, DTYPES[step.wire], factor)[1] != 1
+            scales.append(1.0 if later else factor)
+            factor = factor if later else 1.0
+        return factor, scales[::-1]
+
+    def _reductions(self, lane: LaneKind, source: Tensor | None, into: Tensor | None, scales: Sequence[float]) -> Chain:
+        """From `source`, the last step's sum into `into`, or in place."""
+        route, chain, current, scattered = self.shards.placed.routes[lane], list[Step](), source, dict[str, Tensor]()
+        for step, scale in zip(route.steps, scales, strict=True):
+            region = current
+            if step.operation == "all_gather":  # back to the region that was scattered over the same axis
+                region = scattered[step.axis.name]
+            assert region is not None
+            scattered[step.axis.name] = region
+            scatters = step.operation == "reduce_scatter"
+            current = own_chunk(region, self.groups[step.axis.name]) if scatters else region
+            last = into is not None and step is route.steps[-1]
+            current = into if last else current
+            assert current is not None
+            chain.append(self._reduction(lane, step, region, current, scale, accumulates=last))
+        return runnable(self.shards.placed.layout).bind(route, chain)
+
+    def _reduction(
+        self,
+        lane: LaneKind,
+        step: Transfer,
+        region: Tensor,
+        out: Tensor,
+        scale: float,
+        *,
+        accumulates: bool = False,
+        staged: bool = False,
+    ) -> Step:
+        """One step over one axis: through staging memory if its wire has another dtype than `region`, or if
+        `staged`."""
+        shards, group, scratch = self.shards, self.groups[step.axis.name], self.scratch[lane]
+        wire, operation, form = DTYPES.get(step.wire, region.dtype), step.operation, step.form
+        sent = scratch.region(step.numel, wire) if staged or wire != region.dtype else region
+        before, after = (None, None) if sent is region else ((sent, region), (out, sent))
+        options: dict[str, Any] = {"workspace": scratch.workspace, "scale": scale}
+        if form is not None:
+            owed = shards.placed.feedback.get(step.axis.name)
+            options["residual"] = None if owed is None or shards.owed is None else shards.owed[owed]
+            if form.stochastic:
+                from zeromesh.comm.quantised import noise_generator
+
+                # One generator for all chains of the buffer: begun anew, it would round each backward's gradient alike.
+                options["generator"] = shards.noise.setdefault(group.name, noise_generator(group, shards.name))
+        call: partial[None]
+        if operation == "reduce_scatter":
+            call, after = partial(reduce_scatter, sent, out, group, form, **options), None
+        elif operation == "all_reduce":
+            call = partial(all_reduce, sent, group, form, **options)
+        else:
+            call = partial(all_gather, sent, group, reduced=True)
+        return Step(
+            operation=operation, groups=(group,), call=call, before=before, after=after, accumulates=accumulates
+        )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
 
 
 def _apart(one: Tensor, other: Tensor) -> bool:
     """Whether two flat tensors have no memory in common."""
     first, second = sorted((one, other), key=Tensor.data_ptr)
     return first.data_ptr() + first.nbytes <= second.data_ptr()
-
-
-def _scales(steps: Sequence[Transfer], groups: Groups, share: float) -> tuple[float, list[float]]:
-    """The factor of each step, and before them that of whoever fills the first one's source: a step leaves its factor
-    to the one before if it would be a pass over the memory."""
-    factor, scales = share, list[float]()
-    for step in reversed(steps):
-        transport, size = groups[step.axis.name].transport, step.axis.size
-        factor *= 1.0 if step.operation == "all_gather" else 1 / size
-        later = step.operation == "all_gather"
-        if step.form is None and transport.sums(step.operation, DTYPES[step.wire]):
-            later = later or transport.scaled_sum(size, DTYPES[step.wire], factor)[1] != 1
-        scales.append(1.0 if later else factor)
-        factor = factor if later else 1.0
-    return factor, scales[::-1]
-
-
-def _reductions(
-    shards: FlatShards,
-    route: Route,
-    source: Tensor | None,
-    into: Tensor | None,
-    scales: Sequence[float],
-    groups: Groups,
-    scratch: Scratch,
-) -> Chain:
-    """Along `route`, from `source`, the last step's sum into `into`, or in place."""
-    chain, current, scattered = list[Step](), source, dict[str, Tensor]()
-    for step, scale in zip(route.steps, scales, strict=True):
-        group, region = groups[step.axis.name], current
-        if step.operation == "all_gather":  # back to the region that was scattered over the same axis
-            region = scattered[step.axis.name]
-        assert region is not None
-        scattered[step.axis.name] = region
-        current = own_chunk(region, group) if step.operation == "reduce_scatter" else region
-        last = into is not None and step is route.steps[-1]
-        current = into if last else current
-        assert current is not None
-        chain.append(_reduction(shards, step, region, current, group, scratch, scale, last))
-    return runnable(shards.placed.layout).bind(route, chain)
-
-
-def _reduction(
-    shards: FlatShards,
-    step: Transfer,
-    region: Tensor,
-    out: Tensor,
-    group: AxisGroup,
-    scratch: Scratch,
-    scale: float,
-    accumulates: bool = False,
-    *,
-    staged: bool = False,
-) -> Step:
-    """One step over one axis: through staging memory if its wire has another dtype than `region`, or if `staged`."""
-    wire, operation, form = DTYPES.get(step.wire, region.dtype), step.operation, step.form
-    sent = scratch.region(step.numel, wire) if staged or wire != region.dtype else region
-    before, after = (None, None) if sent is region else ((sent, region), (out, sent))
-    options: dict[str, Any] = {"workspace": scratch.workspace, "scale": scale}
-    if form is not None:
-        owed = shards.placed.feedback.get(step.axis.name)
-        options["residual"] = None if owed is None or shards.owed is None else shards.owed[owed]
-        if form.stochastic:
-            from zeromesh.comm.quantised import noise_generator
-
-            # One generator for all chains of the buffer: begun anew, it would round each backward's gradient alike.
-            options["generator"] = shards.noise.setdefault(group.name, noise_generator(group, shards.name))
-    call: partial[None]
-    if operation == "reduce_scatter":
-        call, after = partial(reduce_scatter, sent, out, group, form, **options), None
-    elif operation == "all_reduce":
-        call = partial(all_reduce, sent, group, form, **options)
-    else:
-        call = partial(all_gather, sent, group, reduced=True)
-    return Step(operation=operation, groups=(group,), call=call, before=before, after=after, accumulates=accumulates)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.pure.strategy.mixes import NAMES, mixes, notation
 from zeromesh.comm import AxisGroup, collectives, transport
 from zeromesh.comm.exchange import Channel
-from zeromesh.engine.chain import Scratch, reduce_chains, refresh_chain, unshard_chain
+from zeromesh.engine.chain import Binding, Scratch
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import DTYPES, ParamInfo
 from zeromesh.schedule import LANES, BufferLayout, FlatBuffer
@@ -96,10 +96,9 @@ def launched(strategy: str, sizes: Sequence[int]) -> dict[str, int]:
     assert shards.grads is not None
     with counted() as launches:
         groups = {axis.name: group_of(axis.name, axis.size, coordinates, layout) for axis in layout.axes}
-        host = None
-        reduce = reduce_chains(shards, groups, scratch, host)
-        gathers = refresh_chain(shards, groups, scratch["refresh"], host)
-        gathers += unshard_chain(shards, groups, scratch["unshard"], host, from_kept=False) if sharded else ()
+        bound = Binding(shards, groups, scratch, None)
+        reduce = bound.reductions()
+        gathers = bound.refresh() + (bound.unshard(from_kept=False) if sharded else ())
         with torch.no_grad(), launches:
             for kind, chain in (("gather", gathers), ("reduce", reduce.micro), ("reduce", reduce.boundary)):
                 for step in chain:
