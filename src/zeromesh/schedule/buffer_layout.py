@@ -36,10 +36,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 
-from zeromesh.schedule.transfer import HOST_AXIS, Copying, LaneKind, Operation, Transfer, lane_axes, wire_bytes
+from zeromesh.schedule.transfer import GATHERS, HOST_AXIS, Copying, LaneKind, Operation, Transfer, lane_axes, wire_bytes
 from zeromesh.schedule.unit import FROZEN_BYTES, ITEM_BYTES, FlatBuffer, Role, Unit
 from zeromesh.strategy import Axis, Layout, Stage
 from zeromesh.wires import coded
@@ -166,13 +166,14 @@ class BufferLayout:
         # The last of the kept axes to be gathered.
         kept = next((axis for axis in layout.param_axes if axis.stage.kept and axis.size > 1 and not stays), None)
         copied = None if kept is None or kept.stage.hosted else kept
-        gathers = _gathers(layout, padded, param, "unshard")
+        refresh, gathers = (
+            _over(layout, padded, param, "all_gather", reversed(lane_axes(layout, lane))) for lane in GATHERS
+        )
         rest = [step for step in gathers if kept is None or not step.axis.stage.kept]
         host, trained = _host(layout, buffer), buffer.trainable
-        refresh = _gathers(layout, padded, param, "refresh") if trained else []
         micro, boundary = _reductions(layout, padded, buffer.reduce_dtype) if trained else ([], [])
         routes: dict[LaneKind, Route] = {
-            "refresh": Route(held=param, steps=tuple(refresh)),
+            "refresh": Route(held=param, steps=tuple(refresh if trained else ())),
             "unshard": Route(held=param, steps=tuple(gathers), copied=copied),
             "reduce": Route(held=_slot_dtype(buffer, micro), steps=tuple(micro)),
             "boundary": Route(held=buffer.grad_dtype, steps=tuple(boundary)),
@@ -382,10 +383,8 @@ def place(
     def placed(role: Role, buffer: FlatBuffer, beside: frozenset[str]) -> BufferLayout:
         return BufferLayout.of(layouts[buffer.part], buffer, role, beside=[layouts[part] for part in beside])
 
-    def beside(unit: Unit) -> frozenset[str]:
-        return frozenset(buffer.part for buffer in unit.buffers)
-
-    return tuple(tuple(placed(unit.role, buffer, beside(unit)) for buffer in unit.buffers) for unit in units)
+    own = [(unit, frozenset(buffer.part for buffer in unit.buffers)) for unit in units]
+    return tuple(tuple(placed(unit.role, buffer, beside) for buffer in unit.buffers) for unit, beside in own)
 
 
 def slot_bytes(part: SlotPart) -> int:
@@ -407,15 +406,16 @@ def _keeps_all(layout: Layout) -> bool:
     return all(axis.stage.kept and not axis.stage.hosted for axis in axes) if axes else not layout.gathers
 
 
-def _gathers(layout: Layout, padded: int, dtype: str, lane: LaneKind) -> list[Transfer]:
+def _over(layout: Layout, padded: int, dtype: str, operation: Operation, axes: Iterable[Axis]) -> list[Transfer]:
+    """One transfer for each axis of several ranks."""
     return [
         Transfer(
-            operation="all_gather",
+            operation=operation,
             axis=axis,
             numel=padded // layout.degree(layout.above(axis)),
-            wire=_param_wire(axis, dtype),
+            wire=_param_wire(axis, dtype) if operation == "all_gather" else axis.wire.grad or dtype,
         )
-        for axis in reversed(lane_axes(layout, lane))
+        for axis in axes
         if axis.size > 1
     ]
 
@@ -428,20 +428,7 @@ def _param_wire(axis: Axis, dtype: str) -> str:
 def _reductions(layout: Layout, padded: int, dtype: str) -> tuple[list[Transfer], list[Transfer]]:
     """The reductions of one micro-batch's gradient into the gradient shard (stages 2 and 3), and of the accumulated one
     into the state shard: scatter (1, 3d), then all-reduce (0)."""
-
-    def over(operation: Operation, axes: Iterable[Axis]) -> list[Transfer]:
-        return [
-            Transfer(
-                operation=operation,
-                axis=axis,
-                numel=padded // layout.degree(layout.above(axis)),
-                wire=axis.wire.grad or dtype,
-            )
-            for axis in axes
-            if axis.size > 1
-        ]
-
-    inner = layout.scattered_replicas
+    over, inner = partial(_over, layout, padded, dtype), layout.scattered_replicas
     scatters = over("reduce_scatter", [axis for axis in layout.significant if axis not in layout.grad_axes])
     sums = over("all_reduce", [axis for axis in layout.replica_axes if axis not in inner])
     for scatter in reversed(over("reduce_scatter", inner)):
