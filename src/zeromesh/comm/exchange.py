@@ -182,13 +182,14 @@ class Exchange:
 
     def post_recv(self, tensor: Tensor, source: int) -> Wait:
         """Begins to receive `tensor`; the returned function waits for it."""
-        return self._waiter(self._guard(lambda: self.process_group.recv([tensor], source, self._tag), source), source)
+        work = self._guard(lambda: self.process_group.recv([tensor], source, self._tag), source)
+        return partial(self._guard, work.wait, source)
 
     def post_send(self, tensor: Tensor, target: int) -> Wait:
         """Begins to send `tensor`, which must not change before the returned function has waited for it."""
         work = self._guard(lambda: self.process_group.send([tensor], target, self._tag), target)
         self.count(tensor.nbytes)
-        return self._waiter(work, target)
+        return partial(self._guard, work.wait, target)
 
     def post(self, arriving: Sequence[Message], leaving: Sequence[Message]) -> Wait:
         """Begins to receive from and send to several ranks, which post the matching messages in the same order.
@@ -225,9 +226,6 @@ class Exchange:
         self.group.record(
             Sent(operation=self.operation, axis=self.group.name, sent_bytes=self._sent_bytes, messages=self._messages)
         )
-
-    def _waiter(self, work: Any, peer: int | None) -> Wait:
-        return lambda: self._guard(work.wait, peer)
 
     def _guard(self, call: Callable[[], Any], peer: int | None) -> Any:
         try:

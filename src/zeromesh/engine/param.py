@@ -117,14 +117,11 @@ class Slice(Sliced, torch.Tensor):
     def shape(self) -> torch.Size:  # type: ignore[override]  # a property in C too
         return self.elements.shape
 
-    @property
-    def ndim(self) -> int:  # type: ignore[override]  # a property in C too
-        return len(self.elements.shape)
-
     def dim(self) -> int:
         return len(self.elements.shape)
 
     ndimension = dim
+    ndim = property(dim)
 
     def size(self, dim: int | None = None) -> Any:
         return self.elements.shape if dim is None else self.elements.shape[dim]

@@ -1,7 +1,7 @@
 """One training step as data, and the interpreter that engine and simulator run it with. Torch-free.
 
-Reading order: `unit` (its flat buffers), `transfer` (one collective), `placed` (the shards and transfers of a flat
-buffer), `memory` (all buffers), `bucket` (whole tensors), `program` (points and ops), `state` (of units, forward
+Reading order: `unit` (its flat buffers), `transfer` (one collective), `buffer_layout` (the shards and transfers of a
+flat buffer), `memory` (all buffers), `bucket` (whole tensors), `program` (points and ops), `state` (of units, forward
 and backward), `interpreter` (who carries ops out), `step` (the canonical order; imported by whoever counts with it).
 """
 

@@ -209,7 +209,7 @@ class Interpreter(Generic[T]):
     def begin_step(self) -> None:
         """Nothing is accumulated any more. Reductions under way are waited for; nobody reads their results."""
         for state in self.states:
-            self._settle_reduction(state)
+            self._settle(state, "taking", "reducing")
             state.grad = GradState.EMPTY
 
     def abort(self) -> None:
@@ -233,9 +233,7 @@ class Interpreter(Generic[T]):
     def quiesce(self) -> None:
         """Waits for everything in flight: before masters change, are saved or loaded."""
         for state in self.states:
-            self._settle(state, "refreshing")
-            self._settle(state, "ticket")
-            self._settle_reduction(state)
+            self._settle(state, "refreshing", "ticket", "taking", "reducing")
 
     def adopt(self, schedule: Schedule) -> None:
         """Continues with the same units, in another order or with other buckets; between steps only."""
@@ -304,7 +302,7 @@ class Interpreter(Generic[T]):
             case Action.SYNC if op.unit < 0:
                 self.quiesce()
             case Action.SYNC if self._running.last or self.schedule.layout.strategy.overlap == "none":
-                self._settle_reduction(self.states[op.unit])
+                self._settle(self.states[op.unit], "taking", "reducing")
             case Action.FLUSH:
                 self._flush()
 
@@ -319,8 +317,7 @@ class Interpreter(Generic[T]):
     def _unshard(self, unit: int) -> None:
         state = self.states[unit]
         self._gather(unit, prefetch=False)
-        self._settle(state, "refreshing")
-        self._settle(state, "ticket")
+        self._settle(state, "refreshing", "ticket")
         if not state.in_use:
             self.backend.use(unit)
             state.in_use = True
@@ -404,7 +401,7 @@ class Interpreter(Generic[T]):
             if owner is not None:
                 self._settle(self.states[owner], "taking")
             self.reduce_slots[slot] = unit
-        self._settle_reduction(state)
+        self._settle(state, "taking", "reducing")
         reduction = Reduction(
             micro=micro,
             accumulate=state.grad is GradState.PARTIAL,
@@ -431,7 +428,7 @@ class Interpreter(Generic[T]):
                 self._reduce(unit, micro=False)
         for state in self.states:
             if backward.last or self.schedule.layout.strategy.overlap == "none":  # shown as `.grad` from here on
-                self._settle_reduction(state)
+                self._settle(state, "taking", "reducing")
 
     def _require_seen(self, unit: int) -> None:
         """Raises ModelError for gradients computed with another unit's parameters, in a slot that units share."""
@@ -441,12 +438,9 @@ class Interpreter(Generic[T]):
                 f"unit's parameters: its forward must return tensors, or tuples, lists, mappings or dataclasses of them"
             )
 
-    def _settle_reduction(self, state: UnitState[T]) -> None:
-        self._settle(state, "taking")
-        self._settle(state, "reducing")
-
-    def _settle(self, state: UnitState[T], kind: str) -> None:
-        ticket: T | None = getattr(state, kind)
-        if ticket is not None:
-            self.backend.wait(ticket)
-            setattr(state, kind, None)  # only now: a Ctrl-C may end the wait, and whoever comes next must wait again
+    def _settle(self, state: UnitState[T], *tickets: str) -> None:
+        for kind in tickets:
+            ticket: T | None = getattr(state, kind)
+            if ticket is not None:
+                self.backend.wait(ticket)
+                setattr(state, kind, None)  # only now: a Ctrl-C may end the wait, and who comes next must wait again

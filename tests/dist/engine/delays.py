@@ -100,13 +100,14 @@ def without_wait(kind: str) -> Iterator[None]:
     """
     settle, left = Interpreter._settle, list[Ticket]()
 
-    def leave(self, state, what):
-        ticket = getattr(state, what)
-        if what == kind and ticket is not None:
-            setattr(state, what, None)
-            left.append(ticket)
-        else:
-            settle(self, state, what)
+    def leave(self, state, *tickets):
+        for what in tickets:
+            ticket = getattr(state, what)
+            if what == kind and ticket is not None:
+                setattr(state, what, None)
+                left.append(ticket)
+            else:
+                settle(self, state, what)
 
     with mock.patch.object(Interpreter, "_settle", leave):
         try:

@@ -274,11 +274,16 @@ def ignoring_use(self, owner, unit, prefetch):
     return True
 
 
+def never_waiting(self, state, *tickets):
+    for kind in tickets:
+        setattr(state, kind, None)
+
+
 @pytest.mark.parametrize(
     ("method", "broken", "eager"),
     [
         ("_evict", ignoring_use, True),
-        ("_settle", lambda self, state, kind: setattr(state, kind, None), False),
+        ("_settle", never_waiting, False),
         ("invalidate", lambda self, unit: None, False),
         ("_go_back", lambda self, forward, to: None, True),
     ],
