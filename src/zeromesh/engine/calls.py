@@ -81,11 +81,8 @@ class CastCalls:
     def end(self, kwargs: dict[str, Any]) -> None:
         """A forward that was called with `kwargs` has returned, or raised."""
         # Calls above it were interrupted. Another hook may have put other `kwargs` in the place of ours.
-        depth = next(
-            (at for at in reversed(range(len(self._open))) if self._open[at][0] is kwargs), len(self._open) - 1
-        )
-        ended = self._open[max(depth, 0) :]
-        del self._open[max(depth, 0) :]
+        depth = next((at for at in reversed(range(len(self._open))) if self._open[at][0] is kwargs), -1)
+        ended, self._open[depth:] = self._open[depth:], []
         for _, copies in ended[:1]:
             copies.write_back()
 
