@@ -86,7 +86,6 @@ class UnitShards:
 
     Args:
         shares_slot: whether other units are gathered into its slot.
-        closes: whether parameters are swapped back as its own forward returns; else as the outermost returns.
         used: by (buffer, parameter): whether it has had a gradient in this step.
         versions: those of the `watched` tensors when the unit came into use; empty while it is not.
         accepted: whether an optimizer has stepped since gradients were shown.
@@ -96,7 +95,6 @@ class UnitShards:
     name: str
     buffers: list[FlatShards]
     shares_slot: bool = False
-    closes: bool = False
     used: list[list[bool]] = field(init=False)
     versions: list[int] = field(default_factory=list)
     accepted: bool = True
@@ -273,6 +271,8 @@ class DeviceBackend:
 
     def __post_init__(self) -> None:
         self.chains = [self._bind(unit) for unit in self.units]
+        # Whether parameters are swapped back as their unit's own forward returns; else as the outermost returns.
+        self._closes = any(layout.gathers for layout in self.layouts)
         refreshed = [b.master_in_params for u in self.units for b in u.buffers if b.placed.routes["refresh"].down]
         self._landing: tuple[LaneKind, ...] = (*COPIES, "refresh") if refreshed else COPIES
         self._rewrites = any(refreshed)  # parameters come down onto masters inside them
@@ -463,11 +463,7 @@ class DeviceBackend:
     def require_in_place(self, unit: int, *, outermost: bool) -> None:
         """Raises ModelError where a forward of the unit has put other parameters, memory or values in their place; of
         units that stay open, once for all, as the `outermost` forward ends."""
-        for shards in self.units if outermost else self.units[unit : unit + 1]:
-            if shards.closes and shards is not self.units[unit]:
-                continue  # it was looked at as it ended
-            if not shards.closes and not outermost:
-                continue
+        for shards in self.units[unit : unit + 1] if self._closes else self.units if outermost else ():
             for params, key, leaf, param, address in shards.sites:
                 held = params.get(key)
                 if held is param or (held is leaf and local_of(leaf).data_ptr() == address):

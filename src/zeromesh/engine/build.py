@@ -305,8 +305,7 @@ def _fill_shards(
             # A device's collectives are timed from when they are issued: the last unit's would have to wait for all.
             torch.accelerator.current_stream(device).synchronize()
         shares = schedule.shares_slot(len(shards))
-        closes = schedule.gathers
-        shards.append(UnitShards(name=unit.name, buffers=buffers, shares_slot=shares, closes=closes))
+        shards.append(UnitShards(name=unit.name, buffers=buffers, shares_slot=shares))
     materialiser.rest()
     message = next(filter(None, control.gather(materialiser.error)), "")
     if message:

@@ -108,7 +108,6 @@ class Schedule:
         buckets: of whole tensors, of each optimizer that steps on such.
         beyond: axes beyond the layouts, which only whole tensors cross.
         shards_params: whether any layout does: all ranks then call all units in the same order.
-        gathers: whether any brings parameters to the device for each use, of other ranks or of the host.
         program: ops by (point, unit); unit is -1 for points of no unit.
     """
 
@@ -121,7 +120,6 @@ class Schedule:
     buckets: tuple[tuple[Bucket, ...], ...] = ()
     beyond: tuple[Axis, ...] = ()
     shards_params: bool = field(init=False)
-    gathers: bool = field(init=False)
     program: Program = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -130,7 +128,6 @@ class Schedule:
         late = self.memory.host is not None and any(b.stepped_on_host for unit in self.placed for b in unit)
         windowed = sharded or (late and not any(b.routes["refresh"].steps for unit in self.placed for b in unit))
         object.__setattr__(self, "shards_params", sharded)
-        object.__setattr__(self, "gathers", gathers)
         strategy, overlaps = self.layout.strategy, self.layout.strategy.overlap == "all"
         prefetch = strategy.prefetch if gathers and strategy.overlap != "none" else 0
         facts = tuple(_Facts(unit.role, unit.trainable) for unit in self.units)

@@ -78,7 +78,6 @@ class Layout:
     significant: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
     param_axes: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
     grad_axes: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
-    scattered_replicas: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         sharded = [axis for axis in self.axes if axis.stage.shards_states]
@@ -86,7 +85,6 @@ class Layout:
         object.__setattr__(self, "significant", order)
         object.__setattr__(self, "param_axes", tuple(axis for axis in order if axis.stage.shards_params))
         object.__setattr__(self, "grad_axes", tuple(axis for axis in order if axis.stage.shards_grads))
-        object.__setattr__(self, "scattered_replicas", self._scattered_replicas())
 
     @classmethod
     def of(
@@ -148,7 +146,8 @@ class Layout:
                 "over slow axes: give collective=hierarchical or ho_ring, or join the axes in one dimension of the mesh"
             )
 
-    def _scattered_replicas(self) -> tuple[Axis, ...]:
+    @property
+    def scattered_replicas(self) -> tuple[Axis, ...]:
         """Those of the replica axes, innermost first, over which a sum is scattered and then gathered again.
 
         All but the outermost, which is summed over in between; that one too where a collective takes two levels at
