@@ -124,7 +124,6 @@ class AxisGroup:
     Args:
         ranks: their global ranks, in the order of their index on the axis.
         gather, reduce: communicators; the same ranks in the same order.
-        timeout_s: after which a collective fails.
         record: is told of every collective; an observer for tests and byte counters.
         lender: of the communicators, where they are another axis's.
     """
@@ -258,8 +257,6 @@ class Step:
         operation: its name; "" where nothing is sent.
         groups: the axes it sends over, the minor one last.
         call: the collective, bound to its tensors.
-        before: a copy that comes first.
-        after: a copy that comes last.
         accumulates: whether its result may be added to the accumulator, instead of overwriting it.
         aside: whether it runs in the lane of its operation, beside the others of its chain.
     """

@@ -60,7 +60,6 @@ def restore_kept(keep: Tensor, region: Tensor, group: AxisGroup, form: WireForma
 
     Args:
         keep: filled by `all_gather`, with a workspace of the same length.
-        region: of n equal chunks.
     """
     chunks = chunks_of(region, group.size)
     wire = _Wire.cut(form, group, workspace, None, directions=1)

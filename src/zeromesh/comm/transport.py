@@ -62,14 +62,10 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 @dataclass(frozen=True)
 class Native(Transport):
-    """Collectives of the backend, on the current stream where the tensors are a device's.
-
-    Args:
-        nccl: whether it is NCCL, which multiplies each value by any factor before it adds.
-    """
+    """Collectives of the backend, on the current stream where the tensors are a device's."""
 
     messages, window, longest = False, 1, sys.maxsize
-    nccl: bool = False
+    nccl: bool = False  # which multiplies each value by any factor before it adds
 
     def scaled_sum(self, size: int, dtype: torch.dtype, scale: float) -> tuple[ReduceOp, float]:
         # The factor of a mean is held in the dtype of the wire: in bf16 a third would be .2 % off, on every step alike.

@@ -351,8 +351,6 @@ def joint_norm(norms: Sequence[Tensor], order: float, pipeline: Pipeline | None,
 
     Args:
         norms: of this rank's models, each the same on all ranks of its mesh.
-        order: p of the p-norm.
-        pipeline: that they are a part of.
     """
     own: Tensor = torch.linalg.vector_norm(torch.stack([norm.double().to(device) for norm in norms]), order)
     if pipeline is not None:

@@ -93,7 +93,6 @@ def make_homes(
     Args:
         meshes: of parts that have one of their own.
         beyond: of the model's mesh, and of those.
-        control: of the model's mesh alone.
 
     Raises:
         MismatchError: the ranks have meshes that do not divide the model's.

@@ -41,13 +41,9 @@ Groups = Mapping[str, AxisGroup]
 
 @dataclass(slots=True)
 class Scratch:
-    """Memory that one lane's jobs share, one job at a time.
+    """Memory that one lane's jobs share, one job at a time."""
 
-    Args:
-        staging: bytes for regions in a wire's dtype.
-    """
-
-    staging: Tensor
+    staging: Tensor  # bytes for regions in a wire's dtype
     workspace: Tensor
 
     def region(self, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
@@ -60,7 +56,6 @@ def require_wires(
     """Refuses wires that no chain can be made of, while the model is still as it was given.
 
     Args:
-        layouts: of the model, under "", and of its parts.
         repeated: by part, a parameter that ranks beyond the mesh have too, each in a buffer of its own.
 
     Raises:
@@ -99,7 +94,6 @@ class ReduceChains:
     where a part of the model is shared by fewer than feed it, count in the last step's factor.
 
     Args:
-        micro, boundary: steps of the two lanes.
         alone: where gradients that nothing is added to are copied to: [Note: Alone] of
             `zeromesh.schedule.buffer_layout`.
         boundary_alone: the boundary's steps from there.
@@ -121,17 +115,12 @@ class ReduceChains:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Binds the transfers of one flat buffer to its tensors.
-
-    Args:
-        scratch: of each lane.
-        host: None where nothing lies there.
-    """
+    """Binds the transfers of one flat buffer to its tensors."""
 
     shards: FlatShards
     groups: Groups
     scratch: Mapping[LaneKind, Scratch]
-    host: HostLink | None
+    host: HostLink | None  # where anything lies in its memory
 
     @property
     def _link(self) -> HostLink:

@@ -334,7 +334,6 @@ def broadcast_bytes(values: Tensor, group: dist.ProcessGroup | None, source: int
     """The values of a group's rank, to all of it; of any dtype and strides.
 
     Args:
-        values: replaced on the other ranks.
         group: None for this rank alone.
         source: a global rank; None for the group's first.
     """

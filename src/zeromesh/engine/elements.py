@@ -148,14 +148,10 @@ def tensors_in(operands: Sequence[Any]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Home:
-    """Where one layout is: that of the model, or of a part of it.
-
-    Args:
-        mesh: None in a single process.
-    """
+    """Where one layout is: that of the model, or of a part of it."""
 
     layout: Layout
-    mesh: DeviceMesh | None
+    mesh: DeviceMesh | None  # None in a single process
     control: Control
 
     def ambiguous(self, model: Control) -> bool:
@@ -175,9 +171,7 @@ class Home:
         same of it; None where each has all.
 
         Args:
-            ranks: of the mesh.
             padded: elements of the buffer, sharded over `axes`.
-            numel: elements of the tensor.
         """
         mesh = tuple(size for _, size in self.layout.mesh)
         names = [name for name, _ in self.layout.mesh]

@@ -338,11 +338,8 @@ class FlatShards:
         """One `ShardedParameter` per original, over its part of this rank's state shard (frozen: parameter shard).
 
         Args:
-            spans: that the buffer is divided over.
-            beyond: groups of the axes beyond the mesh.
             place_of: of `Elements`, as `Home.place` tells it.
             known: further fields of `Elements`, the same for all.
-            attributes: of each parameter.
         """
         shard, axes = self.optimizer_shard
         held = self.range_of(axes)

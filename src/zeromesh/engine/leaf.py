@@ -29,11 +29,7 @@ _TELLS = (
 
 
 class Leaf(nn.Parameter):
-    """Open: [Note: Leaves].
-
-    Attributes:
-        full_name: the parameter's.
-    """
+    """Open: [Note: Leaves]."""
 
     __slots__ = ()
     full_name: str

@@ -184,7 +184,6 @@ def whole_value(name: str, elements: Elements, operands: Sequence[Tensor], optio
 
     Args:
         operands: this rank's elements of each.
-        options: of the function; alike on all ranks.
     """
     kind, control = REDUCTIONS[name], elements.control
     part = kind.part(*operands, **options).reshape(-1)

@@ -8,7 +8,7 @@ and backward), `interpreter` (who carries ops out), `step` (the canonical order;
 from zeromesh.schedule.bucket import Bucket, BucketSteps, Shipment, most_room
 from zeromesh.schedule.buffer_layout import BufferLayout, Route, place
 from zeromesh.schedule.interpreter import Interpreter
-from zeromesh.schedule.program import Op, PointKind, Schedule
+from zeromesh.schedule.program import PointKind, Schedule
 from zeromesh.schedule.state import Backward, Call, Forward, GradState, Reducing, Reduction
 from zeromesh.schedule.transfer import LANES, LaneKind, Transfer, lane_axes, lent_axes
 from zeromesh.schedule.unit import (
@@ -38,7 +38,6 @@ __all__ = [
     "GradState",
     "Interpreter",
     "LaneKind",
-    "Op",
     "PointKind",
     "Reducing",
     "Reduction",

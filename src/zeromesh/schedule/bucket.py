@@ -22,14 +22,10 @@ back. Fewer would leave a lane idle at each turn, more only hold memory."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shipment:
-    """The messages that one rank sends to others over one axis.
-
-    Args:
-        numel: elements, to all others together.
-    """
+    """The messages that one rank sends to others over one axis."""
 
     axis: Axis
-    numel: int
+    numel: int  # to all others together
     wire: str
 
     @property

@@ -372,11 +372,7 @@ class BufferLayout:
 def place(
     layout: Layout, units: Iterable[Unit], parts: Mapping[str, Layout] = MappingProxyType({})
 ) -> tuple[tuple[BufferLayout, ...], ...]:
-    """The buffers of each unit; equal ones, as a model's blocks have, are one value.
-
-    Args:
-        layout: of buffers that are in no part.
-    """
+    """The buffers of each unit; equal ones, as a model's blocks have, are one value."""
     layouts = {"": layout, **parts}
 
     @cache

@@ -75,7 +75,6 @@ class Interpreter(Generic[T]):
         watch: is told of every point as it is reached, before its ops; an observer for traces.
         gather_slots, reduce_slots: which unit has each; None is free.
         forward: that runs, outside a backward or (a recomputation) inside.
-        backward: that runs.
         awaited: units whose forward no backward has followed.
         seen: units in the order of their first forward.
         returned: units of which there was a forward that a backward comes back to.

@@ -24,13 +24,9 @@ one unit's reduction took longer than another's backward, and then the wire is t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPlan:
-    """Which slot each unit uses, and how long the slots are.
+    """Which slot each unit uses, and how long the slots are."""
 
-    Args:
-        slot_of: by unit index, the slot's index; None for units that need none.
-    """
-
-    slot_of: tuple[int | None, ...] = ()
+    slot_of: tuple[int | None, ...] = ()  # by unit; None for those that need none
     slot_bytes: tuple[int, ...] = ()
 
     @property

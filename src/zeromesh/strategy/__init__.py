@@ -1,6 +1,6 @@
 """Stages per axis, the notation, presets, and the shard arithmetic. Torch-free."""
 
-from zeromesh.strategy.collective import Collective, collectives, find_collective, registered_collective
+from zeromesh.strategy.collective import Collective, find_collective, registered_collective
 from zeromesh.strategy.layout import Axis, Layout
 from zeromesh.strategy.parts import Part, layouts_of, part_name
 from zeromesh.strategy.plan import Plan
@@ -18,7 +18,6 @@ __all__ = [
     "Stage",
     "Strategy",
     "Wire",
-    "collectives",
     "find_collective",
     "layouts_of",
     "part_name",
