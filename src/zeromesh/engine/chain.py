@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +35,6 @@ from zeromesh.strategy import Layout
 if TYPE_CHECKING:
     from zeromesh.comm.host import HostLink
 
-Groups = Mapping[str, AxisGroup]
-
 
 @dataclass(slots=True)
 class Scratch:
@@ -50,9 +47,7 @@ class Scratch:
         return self.staging[start : start + numel * dtype.itemsize].view(dtype)
 
 
-def require_wires(
-    layouts: Mapping[str, Layout], units: Iterable[Unit], repeated: Mapping[str, str] = MappingProxyType({})
-) -> None:
+def require_wires(layouts: Mapping[str, Layout], units: Iterable[Unit], repeated: Mapping[str, str]) -> None:
     """Refuses wires that no chain can be made of, while the model is still as it was given.
 
     Args:
@@ -118,7 +113,7 @@ class Binding:
     """Binds the transfers of one flat buffer to its tensors."""
 
     shards: FlatShards
-    groups: Groups
+    groups: Mapping[str, AxisGroup]
     scratch: Mapping[LaneKind, Scratch]
     host: HostLink | None  # where anything lies in its memory
 

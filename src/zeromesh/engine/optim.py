@@ -137,10 +137,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _checked.get(optimizer) != held:
         check_optimizer(optimizer)
         take_slices(optimizer)
-        _show_slices(optimizer)
-        on_host = [param for param in _params(optimizer) if isinstance(param, ShardedParameter) and param.on_host]
-        vars(optimizer)["_streams"] = any(param.streamed for param in on_host)
-        vars(optimizer)["_steps_beside"] = bool(on_host) and steps_elementwise(type(optimizer))
+        sharded = [param for param in _params(optimizer) if isinstance(param, ShardedParameter)]
+        if sharded and "_on_slices" not in vars(optimizer):
+            vars(optimizer)["_on_slices"] = optimizer not in WHOLE
+            _surround_step(type(optimizer))
+            optimizer.register_state_dict_post_hook(_as_slices)
+            optimizer.register_load_state_dict_post_hook(take_slices)
+        on_host = any(param.on_host for param in sharded)
+        vars(optimizer)["_streams"] = any(param.streamed for param in sharded)
+        vars(optimizer)["_steps_beside"] = on_host and steps_elementwise(type(optimizer))
         _checked[optimizer] = held
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # whose forward and backward are still to come
     _graded[optimizer] = [param for param in _params(optimizer) if has_closure or param.grad is not None]
@@ -149,14 +154,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         engine.before_step(params)
         if without:
             engine.require_gradients(params)
-
-
-def _show_slices(optimizer: Optimizer) -> None:
-    if "_on_slices" not in vars(optimizer) and any(isinstance(param, ShardedParameter) for param in _params(optimizer)):
-        vars(optimizer)["_on_slices"] = optimizer not in WHOLE
-        _surround_step(type(optimizer))
-        optimizer.register_state_dict_post_hook(_as_slices)
-        optimizer.register_load_state_dict_post_hook(take_slices)
 
 
 def _surround_step(kind: type[Optimizer]) -> None:

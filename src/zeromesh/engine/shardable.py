@@ -150,16 +150,12 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
     return bool(bytes_of(second).any())
 
 
-MERGES = ("merge_and_unload", "merge_adapter", "unmerge_adapter")
-"""PEFT's methods that compute whole weights of a model."""
-
-
 def keep_others_out(model: nn.Module) -> None:
     """Keeps other libraries' wrappers off a model that has just been sharded, now and later."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):  # cuDNN's would move the weights out of the memory that is gathered into
             object.__setattr__(module, "flatten_parameters", lambda: None)
-        for name in MERGES:
+        for name in ("merge_and_unload", "merge_adapter", "unmerge_adapter"):  # PEFT's, which compute whole weights
             if hasattr(type(module), name):
                 object.__setattr__(module, name, partial(_refuse_merge, name))
     # Launchers wrap models in DistributedDataParallel by themselves: it then says that there is nothing to do.

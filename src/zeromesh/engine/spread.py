@@ -159,10 +159,9 @@ def require_whole_buffers(model: nn.Module) -> None:
             )
 
 
-Groups = tuple[dist.ProcessGroup, ...]
-
-
-def groups_beyond(mesh: DeviceMesh | None, spreads: Iterable[tuple[str, Spread | None]]) -> Groups:
+def groups_beyond(
+    mesh: DeviceMesh | None, spreads: Iterable[tuple[str, Spread | None]]
+) -> tuple[dist.ProcessGroup, ...]:
     """The groups of all axes, beside the mesh's own, that a model's parameters lie on: [Note: Beyond] of
     `zeromesh.engine.control`.
 
