@@ -397,19 +397,14 @@ def _in_slot(slots: Sequence[Tensor], slot: int | None, parts: Iterable[SlotPart
 
 
 def _make_optimizer_params(engine: Engine) -> None:
-    control, reference = engine.control, weakref.ref(engine)
+    reference = weakref.ref(engine)
 
     def agree(values: Tensor) -> None:
         engine = reference()
         assert engine is not None  # else its gradients are gone too
         engine.agree_max(values)
 
-    meshes = {part: home.mesh for part, home in engine.homes.items()}
-    ranks = {part: () if mesh is None else tuple(mesh.mesh.flatten().tolist()) for part, mesh in meshes.items()}
     for index, unit in enumerate(engine.units):
         for buffer in unit.buffers:
             home = engine.homes[buffer.spec.part]
-            known = {"layout": str(home.layout.strategy), "control": control, "agree_max": agree}
-            place_of = partial(home.place, ranks[buffer.spec.part])
-            spans, beyond = home.spans(control, buffer.optimizer_shard[1]), home.control.beyond
-            buffer.make_optimizer_params(spans, beyond, place_of, known, unit=index, engine=reference)
+            buffer.make_optimizer_params(home, engine.control, agree, unit=index, engine=reference)

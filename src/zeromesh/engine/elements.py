@@ -153,6 +153,11 @@ class Home:
     layout: Layout
     mesh: DeviceMesh | None  # None in a single process
     control: Control
+    ranks: tuple[int, ...] = field(init=False, compare=False, repr=False)  # of the mesh
+
+    def __post_init__(self) -> None:
+        ranks = () if self.mesh is None else tuple(self.mesh.mesh.flatten().tolist())
+        object.__setattr__(self, "ranks", ranks)
 
     def ambiguous(self, model: Control) -> bool:
         """Whether it has plain tensors that only some of the model's ranks share: on the others are others, under the
@@ -165,7 +170,7 @@ class Home:
         copies = self.layout.world // self.layout.degree(axes)
         return (Span(group=model.group if self.ambiguous(model) else self.control.group, copies=copies),)
 
-    def place(self, ranks: tuple[int, ...], padded: int, axes: Sequence[Axis], start: int, numel: int) -> Place | None:
+    def place(self, padded: int, axes: Sequence[Axis], start: int, numel: int) -> Place | None:
         """Key of how a tensor at `start` of a flat buffer is divided: the division of the buffer, the first shard with
         some of its elements, and the number of elements before the next shard begins. Equal where every rank has the
         same of it; None where each has all.
@@ -181,7 +186,7 @@ class Home:
         shard = padded // self.layout.degree(axes)
         first, before = divmod(start, shard)
         alone = before + numel <= shard
-        return (ranks, mesh, found, 0 if alone else shard), first, 0 if alone else shard - before
+        return (self.ranks, mesh, found, 0 if alone else shard), first, 0 if alone else shard - before
 
 
 def require_one_of_a_name(homes: Mapping[str, Home]) -> None:

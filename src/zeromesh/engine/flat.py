@@ -21,19 +21,18 @@ slot, and `.grad` shows a part of `host_grads`: the gradient shard, or its state
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeromesh.engine.control import Span
-from zeromesh.engine.elements import Elements, Place
+from zeromesh.engine.control import Control
+from zeromesh.engine.elements import Elements, Home
 from zeromesh.engine.leaf import Leaf, PlainLeaf, make_leaf
 from zeromesh.engine.param import ShardedParameter, Slice, give_memory, make_slice, slice_of
 from zeromesh.engine.spread import local_of
@@ -328,21 +327,16 @@ class FlatShards:
         return grads
 
     def make_optimizer_params(
-        self,
-        spans: tuple[Span, ...],
-        beyond: Sequence[dist.ProcessGroup],
-        place_of: Callable[[int, Sequence[Axis], int, int], Place | None],
-        known: Mapping[str, Any],
-        **attributes: object,
+        self, home: Home, control: Control, agree_max: Callable[[Tensor], None], **attributes: object
     ) -> None:
         """One `ShardedParameter` per original, over its part of this rank's state shard (frozen: parameter shard).
 
         Args:
-            place_of: of `Elements`, as `Home.place` tells it.
-            known: further fields of `Elements`, the same for all.
+            control: all ranks that have the tensors, for `Elements`; and so `agree_max`.
+            attributes: of each parameter.
         """
         shard, axes = self.optimizer_shard
-        held = self.range_of(axes)
+        held, spans, layout = self.range_of(axes), home.spans(control, axes), str(home.layout.strategy)
         in_params = self.master is None or self.master_in_params
         in_leaves = bool(self.leaves) and in_params and not self.gathered
         for index, place in enumerate(self.places):
@@ -352,14 +346,16 @@ class FlatShards:
             elements = Elements(
                 shape=place.global_shape,
                 spread=spread,
-                place=place_of(self.padded, axes, place.start, most),
+                place=home.place(self.padded, axes, place.start, most),
                 name=place.info.name,
+                layout=layout,
                 region=place.region,
                 start=start - place.start,
                 numel=stop - start,
                 spans=spans if spread is None else (*spans, *spread.spans),
-                writes=all(group.rank() == 0 or place.info.divided(group) for group in beyond),
-                **known,
+                control=control,
+                writes=all(group.rank() == 0 or place.info.divided(group) for group in home.control.beyond),
+                agree_max=agree_max,
             )
             own = shard[start - held.start : stop - held.start]
             if in_leaves:  # with the leaf's version, which autograd looks at

@@ -19,6 +19,8 @@ from zeromesh.checkpoint.read import Reader, read_manifest
 from zeromesh.checkpoint.storage import Storage, open_storage
 from zeromesh.checkpoint.tensors import param_piece, replica_of
 from zeromesh.checkpoint.write import Written, entries_of, files_of, write_file
+from zeromesh.engine.build import make_control
+from zeromesh.engine.elements import Home
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import ParamInfo, Precision
 from zeromesh.pieces.piece import Piece, share
@@ -43,9 +45,10 @@ def buffer_of(
         ParamInfo(names=(f"p{i}",), param=nn.Parameter(torch.empty(shape, dtype=dtype)), sites=())
         for i, shape in enumerate(shapes)
     ]
-    spec = Precision().buffer(sum(map(prod, shapes)), dtype, trainable)
+    spec = Precision().buffer(max(1, sum(map(prod, shapes))), dtype, trainable)  # as units are described
     buffer = FlatShards.allocate(BufferLayout.of(layout, spec), infos, layout.coordinates(rank), torch.device("cpu"))
-    buffer.make_optimizer_params((), (), lambda *_: None, {})
+    control = make_control(None)
+    buffer.make_optimizer_params(Home(layout=layout, mesh=None, control=control), control, lambda values: None)
     return buffer
 
 
