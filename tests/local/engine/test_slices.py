@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import takewhile
+from itertools import product, takewhile
 from typing import Any
 
 import pytest
@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh as zm
+from zeromesh.engine.build import make_control
+from zeromesh.engine.elements import Home
 from zeromesh.engine.param import _ALLOWED, ShardedParameter, Slice
 from zeromesh.engine.reductions import slice_norms
 from zeromesh.errors import OptimizerError, ZeromeshError
+from zeromesh.strategy import Layout
 
 
 def net() -> nn.Sequential:
@@ -278,3 +281,22 @@ def test_the_norm_of_a_long_slice_is_that_of_fp64(value: float) -> None:
     assert found.dtype == torch.float64 and float(found[1]) == pytest.approx(3**0.5)
     tiny = torch.full((200_000,), 1e-30)
     assert float(slice_norms([tiny], [()], 2.0)) == pytest.approx(float(tiny.double().norm()))
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=2", "node=3,cluster=0", "node=0,cluster=0"])
+def test_places_of_two_tensors_are_equal_where_every_rank_has_the_same_of_both(strategy):
+    """Slices of equal places are combined rank by rank. Where shards of two lengths cut two tensors alike, their places
+    differ."""
+    layout, numel = Layout.of(strategy, [("node", 2), ("cluster", 2)]), 12
+    home = Home(layout=layout, mesh=None, control=make_control(None))
+
+    def held(padded: int, start: int) -> list[tuple[int, int] | None]:
+        shards = [layout.shard(padded, layout.significant, layout.coordinates(rank)) for rank in range(layout.world)]
+        parts = [(max(start, each.start) - start, min(start + numel, each.stop) - start) for each in shards]
+        return [part if part[0] < part[1] else None for part in parts]
+
+    tensors = [(padded, start) for padded in (32, 64) for start in range(padded - numel + 1)]
+    place = {each: home.place(each[0], layout.significant, each[1], numel) for each in tensors}
+    for one, other in product(tensors, repeat=2):
+        same = held(*one) == held(*other)
+        assert same if place[one] == place[other] else not same or one[0] != other[0]
