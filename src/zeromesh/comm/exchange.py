@@ -153,11 +153,8 @@ class AxisGroup:
 
 
 class Exchange:
-    """One collective on one channel of a group: its messages, its observer, its errors.
-
-    Args:
-        shape: lengths, and formats, that all ranks must agree on.
-    """
+    """One collective on one channel of a group: its messages, its observer, its errors. All ranks must agree on its
+    `shape`, the lengths and formats."""
 
     def __init__(self, group: AxisGroup, channel: Channel, operation: str, *shape: int | str) -> None:
         self.group = group

@@ -140,11 +140,7 @@ class _Runner:
 class Lane:
     """Runs jobs in order. After a job failed, the lane's later jobs fail at once with the same cause.
 
-    Dropping the lane ends its thread. The end of the process ends it too, after the jobs under way (`drain`).
-
-    Args:
-        inline: run each job in `submit`.
-    """
+    Dropping the lane ends its thread. The end of the process ends it too, after the jobs under way (`drain`)."""
 
     def __init__(self, name: str, *, device: torch.device, inline: bool = False) -> None:
         self.name = name

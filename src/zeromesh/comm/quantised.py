@@ -56,11 +56,8 @@ def noise_generator(group: AxisGroup, name: str = "") -> torch.Generator:
 
 
 def restore_kept(keep: Tensor, region: Tensor, group: AxisGroup, form: WireFormat, *, workspace: Tensor) -> None:
-    """Fills `region` from the messages that a gather over `group` kept: the same bits, and nothing is sent.
-
-    Args:
-        keep: filled by `all_gather`, with a workspace of the same length.
-    """
+    """Fills `region` from the messages that `all_gather` over `group`, with a workspace of the same length, has kept:
+    the same bits, and nothing is sent."""
     chunks = chunks_of(region, group.size)
     wire = _Wire.cut(form, group, workspace, None, directions=1)
     for pieces, messages in zip(wire.cut_up(chunks), wire.cut_kept(keep, chunks), strict=True):

@@ -167,11 +167,8 @@ def _on_axes(plan: Plan, axes: Sequence[tuple[str, int]]) -> Strategy:
 
 
 def precision_of(given: Mapping[str, torch.dtype | str | None], named: object) -> Precision:
-    """The dtypes that are given, else those that `named`, a plan or a workload, has by name, else the defaults.
-
-    Args:
-        given: by `DTYPE_FIELDS`; other keys are ignored.
-    """
+    """The dtypes that are given by `DTYPE_FIELDS`, else those that `named`, a plan or a workload, has by name, else the
+    defaults."""
     names = [dtype_name(given.get(field) or getattr(named, field, None), field) for field in DTYPE_FIELDS]
     param, reduce, grad, master = (DTYPES[name] if name else None for name in names)
     return Precision(param=param, reduce=reduce, grad=grad or torch.float32, master=master or torch.float32)
@@ -347,11 +344,8 @@ def require_joint(engines: Sequence[Engine]) -> Pipeline | None:
 
 
 def joint_norm(norms: Sequence[Tensor], order: float, pipeline: Pipeline | None, device: torch.device) -> Tensor:
-    """The norm of all that `norms` are the norms of, here and in the other stages; 0-d, the same on all ranks.
-
-    Args:
-        norms: of this rank's models, each the same on all ranks of its mesh.
-    """
+    """The norm of this rank's models, whose `norms` are the same on all ranks of each mesh, and of the other stages;
+    0-d, the same on all ranks."""
     own: Tensor = torch.linalg.vector_norm(torch.stack([norm.double().to(device) for norm in norms]), order)
     if pipeline is not None:
         # Gathered, not reduced: a maximum over ranks drops nan or keeps it by their order.

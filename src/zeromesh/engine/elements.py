@@ -171,13 +171,9 @@ class Home:
         return (Span(group=model.group if self.ambiguous(model) else self.control.group, copies=copies),)
 
     def place(self, padded: int, axes: Sequence[Axis], start: int, numel: int) -> Place | None:
-        """Key of how a tensor at `start` of a flat buffer is divided: the division of the buffer, the first shard with
-        some of its elements, and the number of elements before the next shard begins. Equal where every rank has the
-        same of it; None where each has all.
-
-        Args:
-            padded: elements of the buffer, sharded over `axes`.
-        """
+        """Key of how a tensor at `start` of a flat buffer of `padded` elements, sharded over `axes`, is divided: the
+        division of the buffer, the first shard with some of its elements, and the number of elements before the next
+        shard begins. Equal where every rank has the same of it; None where each has all."""
         mesh = tuple(size for _, size in self.layout.mesh)
         names = [name for name, _ in self.layout.mesh]
         found = tuple((names.index(axis.mesh_axis), axis.size, axis.stride) for axis in axes if axis.size > 1)

@@ -509,10 +509,7 @@ class Engine:
 
     def at_rest(self, *, follow: bool = False) -> None:
         """Ends an interrupted forward or backward, and waits for all traffic: modules then show this rank's slices.
-
-        Args:
-            follow: bring copies up to date with their masters first; all ranks call this together.
-        """
+        With `follow` it first brings copies up to date with their masters; all ranks then call it together."""
         self._recover()
         if follow:
             self.changes.apply()

@@ -180,14 +180,10 @@ class Agreement:
 
 
 class Weight:
-    """The weight of one micro-batch on this rank. Called with the loss it weighs the loss; else the gradients.
-
-    Args:
-        scale: factor of a gradient, given that reductions average over ranks; None is 1.
-    """
+    """The weight of one micro-batch on this rank. Called with the loss it weighs the loss; else the gradients."""
 
     def __init__(self, scale: float | None) -> None:
-        self.scale = scale
+        self.scale = scale  # factor of a gradient, given that reductions average over ranks; None is 1
         self._weighed: int | None = None
 
     def __call__(self, loss: Tensor) -> Tensor:

@@ -180,11 +180,7 @@ REDUCTIONS: dict[str, Reduction] = {
 
 
 def whole_value(name: str, elements: Elements, operands: Sequence[Tensor], options: dict[str, Any]) -> Tensor:
-    """The number of the whole tensor, 0-d, on every rank.
-
-    Args:
-        operands: this rank's elements of each.
-    """
+    """The number of the whole tensor, 0-d, on every rank, from this rank's elements of the operands."""
     kind, control = REDUCTIONS[name], elements.control
     part = kind.part(*operands, **options).reshape(-1)
     if control is None:

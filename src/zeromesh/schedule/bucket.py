@@ -73,12 +73,9 @@ class BucketBackend(Protocol[B, T]):
 
 @dataclass(slots=True)
 class BucketSteps(Generic[B, T]):
-    """Steps on whole tensors: on each bucket while the next ones arrive and the one before goes back.
+    """Steps on whole tensors: on each bucket while the next ones arrive and the one before goes back."""
 
-    Args:
-        under_way: tickets, in the order in which they are waited for. A step that raised leaves them to `settle`.
-    """
-
+    # Tickets, in the order in which they are waited for. A step that raised leaves them to `settle`.
     under_way: deque[T | None] = field(default_factory=deque)
 
     def step(self, backend: BucketBackend[B, T], buckets: Sequence[B]) -> None:

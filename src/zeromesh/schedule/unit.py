@@ -78,11 +78,7 @@ class FlatBuffer:
 
 class HostShare:
     """Tells which tensors of a model, or a part, the stage of the host is for: the last ones, until their trained
-    elements are the share.
-
-    Args:
-        trained: elements of all trained tensors.
-    """
+    elements are `percent` of all `trained` ones."""
 
     def __init__(self, percent: int, trained: int) -> None:
         self._left = (100 - percent) * trained

@@ -77,10 +77,7 @@ def with_given(strategy: Strategy, parts: Mapping[str, Part], axes: Mapping[str,
 
 
 def layouts_of(strategy: Strategy, mesh: Sizes, meshes: Mapping[str, Sizes]) -> dict[str, Layout]:
-    """The layout of each part, and under "" that of all other modules.
-
-    Args:
-        meshes: of the parts that have one of their own.
+    """The layout of each part, on its mesh of `meshes` if it has one, and under "" that of all other modules.
 
     Raises:
         MeshError: a part's strategy or mesh does not fit; names the part.
@@ -120,11 +117,7 @@ def modules_around(parameter: str) -> list[str]:
 
 
 def require_known(names: Iterable[str], modules: Mapping[str, str]) -> None:
-    """Raises NotationError for a part that no module belongs to.
-
-    Args:
-        modules: class names by qualified name.
-    """
+    """Raises NotationError for a part that none of the modules, class names by qualified name, belongs to."""
     for part in names:
         if not any(belongs(part, module, kind) for module, kind in modules.items()):
             layers = {re.sub(r"\.\d+(?=\.|$)", ".*", module) for module in modules} - {""}

@@ -88,11 +88,7 @@ _FEEDBACK = "+ef"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
     """Dtypes on one axis's wire for parameters and for gradients; None is the engine's default (`param_dtype`,
-    `reduce_dtype`).
-
-    Args:
-        feedback: of gradients: the rounding error of a quantised message is added to the next one.
-    """
+    `reduce_dtype`). With `feedback` the rounding error of a quantised gradient is added to the next one."""
 
     param: str | None = None
     grad: str | None = None
