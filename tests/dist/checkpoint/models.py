@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,15 +42,18 @@ class Odd(nn.Module):
 
 
 def make(
-    mesh: Mesh, strategy: str, seed: int = 0, device: str = "cpu", **options: Any
+    mesh: Mesh, strategy: str, seed: int = 0, device: str = "cpu", build: Callable[[], nn.Module] = Odd, **options: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Sharded over the worker's mesh, with AdamW."""
     torch.manual_seed(seed)
-    names, sizes = [name for name, _ in mesh], tuple(size for _, size in mesh)
-    device_mesh = kept(init_device_mesh, device, sizes, mesh_dim_names=tuple(names))
-    model = zm.shard(Odd(), device_mesh, strategy, **options)
+    names, sizes = zip(*mesh, strict=True)
+    model = zm.shard(build(), kept(init_device_mesh, device, sizes, mesh_dim_names=names), strategy, **options)
+    return model, adamw(model)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return model, torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
+    return torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[float]:
@@ -73,10 +77,8 @@ def slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str
         place = tuple(param.shape), param.elements.start  # type: ignore[attr-defined]
         found.append((param.full_name, *place, param.local.to("cpu", copy=True)))  # type: ignore[attr-defined]
         for key, value in optimizer.state.get(param, {}).items():
-            if value.dim():
-                found.append((f"{param.full_name}/{key}", *place, value.to("cpu", copy=True)))  # type: ignore[attr-defined]
-            else:
-                found.append((f"{param.full_name}/{key}", (), 0, value.reshape(1).to("cpu", copy=True)))  # type: ignore[attr-defined]
+            where = place if value.dim() else ((), 0)
+            found.append((f"{param.full_name}/{key}", *where, value.reshape(-1).to("cpu", copy=True)))  # type: ignore[attr-defined]
     for name, buffer in model.named_buffers():
         if dist.get_rank() == 0:
             found.append((name, tuple(buffer.shape), 0, buffer.reshape(-1).to("cpu", copy=True)))

@@ -23,15 +23,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import zeromesh as zm
-from tests.dist.checkpoint.models import Mesh, Odd, assemble, make, require_equal, slices, train
+from tests.dist.checkpoint.models import Mesh, Odd, adamw, assemble, make, require_equal, slices, train
 from tests.dist.parity import mesh_of
-from tests.dist.pool import Pool, kept
+from tests.dist.pool import Pool
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.storage import LocalStorage
 from zeromesh.engine.param import Slice
@@ -42,31 +41,22 @@ TWO: Mesh = (("cluster", 1), ("node", 2))
 FOUR: Mesh = (("cluster", 2), ("node", 2))
 
 
+def plain() -> nn.Module:
+    model = Odd()
+    del model.scale, model.none  # FSDP2 takes neither 0-d nor empty parameters well
+    model.scale, model.none = 1.0, torch.zeros(0, 3)  # type: ignore[assignment]
+    return model
+
+
 def fsdp2(seed: int, *, columns: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same model under FSDP2 on two ranks; optionally with a parameter cut along its last dimension."""
     from torch.distributed.tensor import Shard
 
     torch.manual_seed(seed)
-    model = Odd()
-    del model.scale, model.none  # FSDP2 takes neither 0-d nor empty parameters well
-    model.scale, model.none = 1.0, torch.zeros(0, 3)  # type: ignore[assignment]
-    mesh = mesh_of(2)
+    model, mesh = plain(), mesh_of(2)
     place = (lambda p: Shard(p.ndim - 1) if p.ndim > 1 and p.shape[-1] % 2 == 0 else None) if columns else None
     fully_shard(model, mesh=mesh, shard_placement_fn=place)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return model, torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
-
-
-def ours(mesh: Mesh, strategy: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Ours, of the parameters that FSDP2 has."""
-    torch.manual_seed(seed)
-    model = Odd()
-    del model.scale, model.none
-    model.scale, model.none = 1.0, torch.zeros(0, 3)  # type: ignore[assignment]
-    names, sizes = [name for name, _ in mesh], tuple(size for _, size in mesh)
-    zm.shard(model, kept(init_device_mesh, "cpu", sizes, mesh_dim_names=tuple(names)), strategy)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return model, torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
+    return model, adamw(model)
 
 
 def full(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -94,7 +84,7 @@ def fsdp_saves(path: Path) -> dict[str, Tensor]:
 
 
 def we_load(path: Path, mesh: Mesh, strategy: str):
-    model, optimizer = ours(mesh, strategy, seed=1)
+    model, optimizer = make(mesh, strategy, seed=1, build=plain)
     checkpoints = Checkpoints(path.parent / "mine", model, optimizer)
     restored = checkpoints.load(path)
     assert restored is not None and restored.has_optimizer
@@ -110,7 +100,7 @@ def test_fsdp2_users_come(pool: Pool, tmp_path: Path) -> None:
 
 
 def we_save(path: Path, mesh: Mesh, strategy: str):
-    model, optimizer = ours(mesh, strategy, seed=0)
+    model, optimizer = make(mesh, strategy, build=plain)
     train(model, optimizer, 2)
     with Checkpoints(path, model, optimizer) as checkpoints:
         checkpoints.save(2)
@@ -184,9 +174,9 @@ def test_load_state_dict_takes_whole_tensors(pool: Pool) -> None:
 
 def told_by_torch(mesh: Mesh, strategy: str) -> None:
     """All of torch's options: whole tensors where they are asked for, as a plain model has them, and back."""
-    model, optimizer = ours(mesh, strategy, seed=0)
+    model, optimizer = make(mesh, strategy, build=plain)
     train(model, optimizer, 2)
-    plain = [whole_state(state, everywhere=True) for state in get_state_dict(model, optimizer)]
+    whole = [whole_state(state, everywhere=True) for state in get_state_dict(model, optimizer)]
     for offload, unfrozen in product((False, True), repeat=2):
         options = StateDictOptions(full_state_dict=True, cpu_offload=offload, ignore_frozen_params=unfrozen)
         found = get_state_dict(model, optimizer, options=options)
@@ -195,13 +185,13 @@ def told_by_torch(mesh: Mesh, strategy: str) -> None:
             continue
         assert not any(isinstance(value, Slice) for value in tree_leaves(found))
         names = found[0].keys()
-        assert names == plain[0].keys() - ({"frozen"} if unfrozen else set())
-        torch.testing.assert_close(found[0], {name: plain[0][name] for name in names}, rtol=0, atol=0)
-        torch.testing.assert_close(found[1]["state"], plain[1]["state"], rtol=0, atol=0)
+        assert names == whole[0].keys() - ({"frozen"} if unfrozen else set())
+        torch.testing.assert_close(found[0], {name: whole[0][name] for name in names}, rtol=0, atol=0)
+        torch.testing.assert_close(found[1]["state"], whole[1]["state"], rtol=0, atol=0)
     for broadcast in (False, True):
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-        given = copy.deepcopy(plain) if not broadcast or dist.get_rank() == 0 else [{}, {}]
-        other, others = ours(mesh, strategy, seed=1)
+        given = copy.deepcopy(whole) if not broadcast or dist.get_rank() == 0 else [{}, {}]
+        other, others = make(mesh, strategy, seed=1, build=plain)
         set_model_state_dict(other, given[0], options=options)
         set_optimizer_state_dict(other, others, given[1], options=options)
         here, there = ({row[0]: row[-1] for row in slices(*pair)} for pair in ((other, others), (model, optimizer)))

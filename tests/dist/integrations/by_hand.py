@@ -45,23 +45,15 @@ ELSEWHERE = {STRATEGIES[0]: "node=3", STRATEGIES[1]: "node=3d", STRATEGIES[2]: "
 """By the strategy that a run was saved under, the one that two ranks go on under."""
 
 
-def trainer(directory: Path, kind: str, how: Any, resume: bool) -> Curve:
-    return hugging_run(test_transformers.trained, directory, kind, how, resume)
-
-
-def sft(directory: Path, kind: str, how: Any, resume: bool) -> Curve:
-    return hugging_run(partial(test_trl.trained, "sft"), directory, kind, how, resume)
-
-
-def dpo(directory: Path, kind: str, how: Any, resume: bool) -> Curve:
-    return hugging_run(partial(test_trl.trained, "dpo"), directory, kind, how, resume)
-
-
 def hugging_run(run: Callable[..., Any], directory: Path, kind: str, how: Any, resume: bool) -> Curve:
     saving = {"save_strategy": "steps", "save_steps": SAVED} if how is not None else {}
     resuming = {"resume": str(directory / f"checkpoint-{SAVED}")} if resume else {}
     found = hugging.curve(run(directory, kind, how, max_steps=STEPS, **saving, **resuming))
     return found[SAVED:] if resume else found  # its log has the steps before
+
+
+trainer = partial(hugging_run, test_transformers.trained)
+sft, dpo = (partial(hugging_run, partial(test_trl.trained, method)) for method in ("sft", "dpo"))
 
 
 def accelerate(directory: Path, kind: str, how: Any, resume: bool) -> Curve:

@@ -171,8 +171,6 @@ def test_the_file_holds_what_the_script_finds(fit):
 
 def test_the_compute_constants_fit_their_rows(fit):
     """Shipped constants against the rows they were fitted on: a half of them within 2 %, all but one within 12 %."""
-    from zeromesh.cost import default_constants
-
     samples = [*fit._foundry_samples(), *fit._galvatron_samples()]
     errors = sorted(abs(predict(default_constants()) / seconds - 1) for seconds, predict in samples)
     assert errors[len(errors) // 2] < 0.02

@@ -124,8 +124,6 @@ def test_a_transfer_carries_it_and_a_chain_has_the_mean():
     assert both.taken * both.seconds == pytest.approx(sum(cost.taken * cost.seconds for cost in costs))
     assert one_after_another(CollectiveCost(seconds=0.0)).taken == 0.0
     # Bytes that are sent go through memory three times inside a node and five over a network.
-    model = TransferModel(A800, CONSTANTS, ComputeModel(device=A800.device, constants=CONSTANTS))
-    node, outer = Layout.of("node=3,cluster=3", A800.axes).axes
     for axes, passes in (((node,), 3), ((outer,), 5), ((node, outer), 3 + 2 / 8)):
         cost = model.joint(axes, "all_gather", 2**28, "bf16")
         assert cost.memory_s == pytest.approx(model.compute.memory(passes * cost.sent_bytes))
