@@ -25,7 +25,7 @@ from zeromesh.engine.api import engine_of, require_joint
 from zeromesh.engine.control import Control, gather_over
 from zeromesh.engine.engine import Engine, Pipeline
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.optim import NUMBERS, WHOLE, stored, take_slices
+from zeromesh.engine.optim import WHOLE, is_number, stored, take_slices
 from zeromesh.engine.param import ShardedParameter, Slice
 from zeromesh.errors import CheckpointError, InputError
 from zeromesh.owners.optimizer import OwnerOptimizer
@@ -401,8 +401,7 @@ def _state_targets(
             targets.append(whole(name, part))
             states[state] = present[state]
             continue
-        # A 0-d tensor of a 0-d parameter may be its slice, unless it is a count.
-        number = entry.shape == () and (shape != () or key in NUMBERS or not dtype.is_floating_point)
+        number = entry.shape == () and (shape != () or is_number(key, torch.empty((), dtype=dtype)))
         fits = entry.shape == shape if owned is None else owned.is_part_of(entry.shape)
         if not number and not fits:
             raise CheckpointError(f"{reader.where}: {name} must have shape {shape} or (); it has {entry.shape}")

@@ -251,8 +251,9 @@ def take_slices(optimizer: Optimizer) -> None:
     for param in _params(optimizer):
         if isinstance(param, ShardedParameter):
             state: dict[str, Any] = optimizer.state.get(param, {})
+            sliced = any(isinstance(value, Slice) for value in state.values())  # then others are no whole tensors
             for key, value in state.items():
-                sized = isinstance(value, torch.Tensor) and key not in NUMBERS
+                sized = isinstance(value, torch.Tensor) and not (sliced or is_number(key, value))
                 if isinstance(value, Slice) or (sized and value.shape == param.shape != (param.elements.numel,)):
                     own = loaded_operand(param.elements, value, f"load_state_dict of state {key!r}")
                     own = own.expand(param.elements.numel)  # of one element, which this rank may not have
@@ -292,6 +293,11 @@ def _take_whole(optimizer: Optimizer, own: Mapping[ShardedParameter, Region]) ->
                     f"state {key!r} of {param.elements}: load_state_dict needs {region} here, and was given {held}: "
                     f"use zm.Checkpoints or torch.distributed.checkpoint"
                 )
+
+
+def is_number(key: str, state: torch.Tensor) -> bool:
+    """Whether a 0-d state is no slice of a 0-d parameter: a count, or one of torch's `NUMBERS`."""
+    return key in NUMBERS or (not state.dim() and not state.is_floating_point())
 
 
 @as_python

@@ -99,25 +99,43 @@ def test_an_optimizer_of_two_models_is_refused(tmp_path: Path) -> None:
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps numbers of Python's as states."""
+    """Keeps a number of Python's beside a state of the parameter's shape."""
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for param in self.param_groups[0]["params"]:
-            self.state[param] = {"seen": 3, "scale": 0.1}
+            state = self.state[param]
+            state["seen"] = state.get("seen", 0) + 1
+            state["sum"] = state["sum"] + param.grad if "sum" in state else param.grad.clone()
+            param.sub_(state["sum"], alpha=0.1 / float(state["seen"]))
 
 
-def test_numbers_among_states_are_no_slices_and_lose_no_digit(tmp_path: Path) -> None:
+def test_a_count_is_no_slice_of_a_parameter_without_dimensions(tmp_path: Path) -> None:
     model = zm.shard(nn.ParameterList([torch.ones(()), torch.ones(2)]), None, "node=3")
     optimizer = zm.elementwise(Counting(model.parameters(), {}))
-    optimizer.step()
+    for loads in (True, False):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        if loads:
+            with zm.Checkpoints(tmp_path, model, optimizer) as checkpoints:
+                checkpoints.save(1)
+                optimizer.state.clear()
+                assert checkpoints.load() is not None
+            optimizer.load_state_dict(optimizer.state_dict())
+        assert [state["seen"].shape for state in optimizer.state.values()] == [(), ()]
+    assert [float(param.detach().max()) for param in model.parameters()] == pytest.approx([0.8, 0.8])
+
+
+def test_numbers_of_python_s_lose_no_digit(tmp_path: Path) -> None:
+    model, optimizer = make(0)
+    param = next(model.parameters())
+    optimizer.state[param]["scale"] = 0.1
     with zm.Checkpoints(tmp_path, model, optimizer) as checkpoints:
         checkpoints.save(1)
         optimizer.state.clear()
         assert checkpoints.load() is not None
-    for param, dim in zip(model.parameters(), (1, 0), strict=True):
-        # A float of a 0-d parameter might be its slice.
-        assert optimizer.state[param]["seen"].dim() == 0 and optimizer.state[param]["scale"].dim() == dim
-        assert (optimizer.state[param]["seen"].item(), optimizer.state[param]["scale"].item()) == (3, 0.1)
+    assert optimizer.state[param]["scale"].item() == 0.1
 
 
 def save_trained(model: torch.nn.Module, path: Path) -> torch.optim.Optimizer:
