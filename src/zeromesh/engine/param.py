@@ -225,7 +225,7 @@ class ShardedParameter(Slice, nn.Parameter):
             value = self._as_grad(value)
         dropped = value is None and self._shown is not None
         self._shown = value
-        if value is None and (engine := self.engine()) is not None:
+        if (engine := self.engine()) is not None:
             engine.forget_sum(self)
             if dropped:
                 engine.changes.dropped(self)
