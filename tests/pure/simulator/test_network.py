@@ -2,14 +2,14 @@
 
 import pytest
 
-from zeromesh.cluster import Cluster, Device, Level
+from zeromesh.cluster import Cluster, Device, Level, parse_cluster
 from zeromesh.collectives.ho_ring.cost import overlapped_cost
 from zeromesh.cost import CollectiveCost
 from zeromesh.cost.collective import HOST
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import default_constants
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.errors import InternalError
+from zeromesh.errors import ClusterError, InternalError
 from zeromesh.schedule import Transfer
 from zeromesh.simulator.network import Job, Network, Work
 from zeromesh.strategy import Layout
@@ -175,6 +175,35 @@ def test_a_call_takes_of_the_processor_and_is_part_of_the_latency():
     assert dict(short.busy)[HOST] == dict(long.busy)[HOST] == pytest.approx(2e-3 + 2e-3)
     assert short.seconds == pytest.approx(2e-3 + 2e-3)
     assert long.seconds == pytest.approx(5e-3 + 2e-3, rel=0.02)  # and the launch
+
+
+def test_the_keys_of_the_file():
+    text = """
+    name = "c"
+    device = { name = "cpu", memory = "1 GB", cores = 0.5, peak = { fp32 = "1 GFLOP/s" } }
+    [[level]]
+    name = "node"
+    size = 2
+    bandwidth = "1 GB/s"
+    latency = "1 us"
+    host_rate = "2 GB/s"
+    host_call = "2 ms"
+    shares = { all_reduce = 1.5 }
+    busy_latency = "5 us"
+    """
+    found = parse_cluster(text)
+    (level,) = found.levels
+    assert (found.device.cores, level.host_bytes_per_s, level.share("all_reduce")) == (0.5, 2e9, 1.5)
+    assert (level.busy_latency_s, level.host_call_s) == pytest.approx((5e-6, 2e-3)) and level.share("all_gather") == 1.0
+    for old, new, message in (
+        ('host_rate = "2 GB/s"', "", r"host_call must not be negative, and goes with a host_rate; got 0\.002 s and no"),
+        ('"5 us"', '"0 us"', "busy_latency is the latency while devices compute"),
+        ("all_reduce", "all_reduc", r"level\[0\]\.shares\.all_reduc: unknown key; did you mean all_reduce"),
+        ("0.5", "0", r"device\.cores: expected a finite value above zero"),
+        ('"2 GB/s"', "2", r"level\[0\]\.host_rate: expected a rate"),
+    ):
+        with pytest.raises(ClusterError, match=message):
+            parse_cluster(text.replace(old, new))
 
 
 @pytest.mark.parametrize("latency_s", [0.0, 1e-3])
