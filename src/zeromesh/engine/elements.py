@@ -192,8 +192,8 @@ def require_one_of_a_name(homes: Mapping[str, Home]) -> None:
         if home.ambiguous(homes[""].control):
             raise ModelError(
                 f"parameters of part {part} are other tensors on other ranks, since its mesh has {home.layout.world} "
-                f"of the model's {home.layout.feeders} ranks and they are whole on each: what is saved and loaded by "
-                f"name must be one tensor. Make them DTensors over the axis that divides them, as with "
+                f"of the model's {home.layout.feeders} ranks and they are whole on each: a name that is saved "
+                f"and loaded must mean one tensor. Make them DTensors over the axis that divides them, as with "
                 f"distribute_tensor(param, mesh, [Shard(0)])"
             )
 

@@ -57,7 +57,7 @@ class Dependence:
     def __str__(self) -> str:
         return (
             f"the choice depends on {self.meaning}: if it is {self.end:.3g} instead of {self.value:.3g}, {self.faster} "
-            f"takes {self.lost / (1 + self.lost):.1%} less time than {self.layout}, which --no-robust recommends"
+            f"takes {self.lost / (1 + self.lost):.1%} less time than {self.layout}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -87,10 +87,10 @@ def least_regret(
     others = [replace(evaluator, constants=evaluator.constants.at(constant.name, end)) for constant, end in ends]
     steps = [[other.estimate(each.candidate).step_s for each in contenders] for other in others]
     regrets = [max(row[index] / min(row) - 1 for row in steps) for index in range(len(contenders))]
-    least = min((i for i, each in enumerate(contenders) if each.step_s <= longest_s), key=regrets.__getitem__)
     if regrets[0] <= max(within, _LEAST):
         return contenders[0], None
     (constant, end), row = max(zip(ends, steps, strict=True), key=lambda pair: pair[1][0] / min(pair[1]))
+    least = min((i for i, each in enumerate(contenders) if each.step_s <= longest_s), key=regrets.__getitem__)
     best = contenders[least if regrets[least] < regrets[0] - within else 0]
     return best, Dependence(
         constant=constant.name,

@@ -116,7 +116,8 @@ def choice_lines(planned: Planned) -> list[str]:
         both = "both step times are predictions, which were" if differ else "the step time is a prediction; such were"
         lines.append(f"{both} {error.median:.1%} off at the median of {error.rows} published figures")
     if planned.depends:
-        lines.append(str(planned.depends))
+        kept = planned.depends.layout == planned.best.candidate.named
+        lines.append(f"{planned.depends}{'' if kept else ', which --no-robust recommends'}")
     host = planned.best.candidate.strategy.host
     if host is not Stage.ZERO:
         known = "" if isfinite(best.machine_limit_bytes) else " (not known how much it has: --host-memory)"
