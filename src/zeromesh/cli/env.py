@@ -24,7 +24,8 @@ def env() -> None:
         "backend": backend_for(kind),
     }
     if kind.type == "cuda":
-        between = "split_share=1" if shared_splits() else f"between machines max_ctas={SLOW_CTAS}"
+        alone = f"between machines max_ctas={SLOW_CTAS}, split_share=1 under stages 0 to 2"
+        between = "split_share=1" if shared_splits() else alone
         lines["communicators"] = f"{between}; inside, with register=True, cta_policy=ZERO"
     for name, value in lines.items():
         print(f"{name}: {value}")

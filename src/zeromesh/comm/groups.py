@@ -28,9 +28,13 @@ collectives come from other threads than the user's, and ranks would not agree o
 [Note: Options] NCCL's options depend on the level. Between machines, with one rank on each, a communicator feeds a
 network card. A few CTAs (blocks of a kernel) suffice for that, and the others stay with the computation. Devices that
 share NVLink with those of other machines have no such limit. Inside a machine, gathers of registered memory go by copy
-engines, without CTAs. Communicators share buffers with the one they are split from if the user says so
-(NCCL_COMM_SPLIT_SHARE_RESOURCES): NCCL launches those that do one after the other, and lanes do not overlap. NCCL can
-crash where such a one has fewer CTAs than its parent (NVIDIA/nccl#2430), so there all have the same.
+engines, without CTAs.
+
+[Note: Shared buffers] NCCL launches communicators that share buffers one after the other. So the two of an axis share
+them only if its gathers and reductions never run at once anyway. The one for reductions is then split off the one for
+gathers, and has as many CTAs: with fewer NCCL can crash (NVIDIA/nccl#2430). Only between machines: inside one the
+mesh's own takes the place of one of the two. A user can let all share (NCCL_COMM_SPLIT_SHARE_RESOURCES=1); then none
+has a limit of CTAs.
 
 [Note: Registered memory] A CUDA device's backend sends from registered memory, and receives into it, without staging.
 The memory is a pool of torch's allocator over the backend's own (`ncclMemAlloc`), registered with every communicator
@@ -46,6 +50,7 @@ import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -68,6 +73,7 @@ def make_groups(
     *,
     timeout_s: float | None = None,
     registered: bool = False,
+    in_turn: AbstractSet[str] = frozenset(),
 ) -> dict[str, AxisGroup]:
     """The groups of every axis with more than one rank. All ranks of the mesh call this at the same point.
 
@@ -76,6 +82,7 @@ def make_groups(
         axes: each a dimension of the mesh or a part of one.
         timeout_s: after which a collective fails; None for that of the default process group.
         registered: whether they will send registered memory.
+        in_turn: names of axes whose gathers and reductions never run at once.
 
     Returns:
         By axis name; axes of size 1 have none, since nothing is ever sent over them.
@@ -91,9 +98,10 @@ def make_groups(
     pool, everyone = _Pool.current(), mesh_group(mesh)
     if backend_of(_world(), kind) == dist.Backend.NCCL:
         machines = _machines(everyone)
-        for name, key in keys.items():
-            options = Options.of([machines[rank] for rank in key.ranks], registered=registered)
-            keys[name] = key._replace(options=options)
+        for axis in axes:
+            lines = [[machines[rank] for rank in line] for line in _lines(mesh, axis).tolist()]
+            options = Options.of(lines, registered=registered, in_turn=axis.name in in_turn)
+            keys[axis.name] = keys[axis.name]._replace(options=options)
     for axis in axes if timeout_s is None else ():
         if axis.size == mesh.size((mesh.mesh_dim_names or ()).index(axis.mesh_axis)):
             pool.adopt(keys[axis.name], mesh.get_group(axis.mesh_axis), everyone)
@@ -168,20 +176,23 @@ def axis_ranks(mesh: DeviceMesh, axis: Axis) -> tuple[int, ...]:
     Raises:
         MeshError: this rank is not in the mesh, or the axis does not fit its dimension.
     """
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    if mesh.get_coordinate() is None:
         raise MeshError(f"rank {dist.get_rank()} is not in the mesh {mesh}: only its ranks can make groups on it")
     names = mesh.mesh_dim_names or ()
     if axis.mesh_axis not in names:
         raise MeshError(f"axis {axis.name} needs mesh dimension {axis.mesh_axis!r}; the mesh has {', '.join(names)}")
-    dim = names.index(axis.mesh_axis)
-    length = mesh.size(dim)
+    length = mesh.size(names.index(axis.mesh_axis))
     if length % (axis.size * axis.stride):
         raise MeshError(f"axis {axis.name} has {axis.size} ranks {axis.stride} apart; {axis.mesh_axis} has {length}")
-    own = coordinate[dim]
-    first = own - own // axis.stride % axis.size * axis.stride
-    line: torch.Tensor = mesh.mesh.movedim(dim, -1)[tuple(c for d, c in enumerate(coordinate) if d != dim)]
-    return tuple(int(line[first + index * axis.stride]) for index in range(axis.size))
+    lines = _lines(mesh, axis)
+    (own,) = lines[(lines == dist.get_rank()).any(dim=1)].tolist()
+    return tuple(own)
+
+
+def _lines(mesh: DeviceMesh, axis: Axis) -> torch.Tensor:
+    """Global ranks of the mesh, [lines, size of the axis]: those of a line differ in their index on `axis` alone."""
+    dim = (mesh.mesh_dim_names or ()).index(axis.mesh_axis)
+    return mesh.mesh.movedim(dim, -1).reshape(-1, axis.size, axis.stride).movedim(1, -1).reshape(-1, axis.size)
 
 
 def _machines(everyone: dist.ProcessGroup) -> dict[int, str]:
@@ -208,11 +219,12 @@ def _make_group(name: str, key: Key, pool: _Pool, free: Sequence[int]) -> AxisGr
     return group
 
 
-def _new_group(key: Key, serial: int, description: str) -> dist.ProcessGroup:
-    """Group number `serial` between these ranks, in their order, this one among them: [Note: Names]."""
+def _new_group(key: Key, serial: int, description: str, parent: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Group number `serial` between these ranks, in their order, this one among them: [Note: Names]; of a key that
+    shares buffers, `parent` is the one to share with."""
     ranks, c10d = list(key.ranks), dist.distributed_c10d
     name = hashlib.sha256(f"{ranks} {serial}".encode()).hexdigest()
-    with nullcontext() if key.split else _unbound(_world()):
+    with nullcontext() if key.split and parent is None else _unbound(_world()):
         group, _ = c10d._new_process_group_helper(
             len(ranks),
             ranks.index(dist.get_rank()),
@@ -223,7 +235,7 @@ def _new_group(key: Key, serial: int, description: str) -> dist.ProcessGroup:
             timeout=timedelta(seconds=key.timeout_s),
             device_id=_world().bound_device_id,
             group_desc=description,
-            backend_options=key.options.made(key.timeout_s),
+            backend_options=key.options.made(key.timeout_s, parent),
         )
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
@@ -262,20 +274,24 @@ class Options(NamedTuple):
     Args:
         max_ctas: of its kernels; 0 for NCCL's own limit.
         zero_ctas: whether copy engines take the place of kernels where they can.
+        shared: whether an axis's two share buffers: [Note: Shared buffers].
     """
 
     max_ctas: int = 0
     zero_ctas: bool = False
+    shared: bool = False
 
     @classmethod
-    def of(cls, machines: Sequence[str], *, registered: bool) -> Options:
-        """Those for ranks on these machines."""
-        apart = len(set(machines)) == len(machines) and not torch.cuda.get_device_name().startswith("NVIDIA GB")
-        apart = apart and not shared_splits()
-        return cls(SLOW_CTAS if apart else 0, registered and len(set(machines)) == 1)
+    def of(cls, lines: Sequence[Sequence[str]], *, registered: bool, in_turn: bool) -> Options:
+        """Those of an axis, by the machines of each of its lines of ranks: all split off communicators together."""
+        apart = all(len(set(line)) == len(line) for line in lines)
+        apart = apart and not torch.cuda.get_device_name().startswith("NVIDIA GB") and not shared_splits()
+        zero_ctas = registered and all(len(set(line)) == 1 for line in lines)
+        return cls(SLOW_CTAS if apart else 0, zero_ctas, shared=apart and in_turn and not registered)
 
-    def made(self, timeout_s: float) -> Any:
-        """As torch has them; None where nothing is set. The variables NCCL_MAX_CTAS and NCCL_CTA_POLICY win."""
+    def made(self, timeout_s: float, parent: dist.ProcessGroup | None = None) -> Any:
+        """As torch has them; None where nothing is set. NCCL's variables win: NCCL_MAX_CTAS, NCCL_CTA_POLICY,
+        NCCL_COMM_SPLIT_SHARE_RESOURCES."""
         if self == Options():
             return None
         nccl: Any = dist.ProcessGroupNCCL
@@ -285,6 +301,12 @@ class Options(NamedTuple):
             made.config.max_ctas = self.max_ctas
         if self.zero_ctas and hasattr(nccl, "NCCL_CTA_POLICY_ZERO"):  # NCCL 2.28
             made.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
+        if self.shared:
+            made.config.split_share = 1  # NCCL reads it from the communicator that is split
+        if parent is not None:
+            backend = parent._get_backend(torch.device("cuda"))
+            made.split_from = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps each
+            made.split_color = 0  # all of its ranks
         return made
 
 
@@ -372,12 +394,15 @@ class _Pool:
     def channels(self, key: Key, free: Sequence[int], *descriptions: str) -> tuple[Channel, ...]:
         """As many as there are descriptions: those of serials `free`, then new ones."""
         used = [self._free[key].pop(serial) for serial in free[: len(descriptions)]]
-        return *used, *(self._make(key, description) for description in descriptions[len(used) :])
+        for description in descriptions[len(used) :]:
+            parent = used[0].process_group if used and key.options.shared else None
+            used.append(self._make(key, description, parent))
+        return tuple(used)
 
-    def _make(self, key: Key, description: str) -> Channel:
+    def _make(self, key: Key, description: str, parent: dist.ProcessGroup | None = None) -> Channel:
         self._made[key.ranks] += 1
         serial = self._made[key.ranks]
-        group = _new_group(key, serial, description)
+        group = _new_group(key, serial, description, parent)
         transport_of(key.backend, key.device_type).connect(group)
         return Channel(process_group=group, serial=serial)
 

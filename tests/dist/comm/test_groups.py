@@ -277,9 +277,9 @@ def test_a_device_s_groups_have_its_backend_alone_and_are_connected_as_they_are_
     made, sent = [], []
     make, all_reduce = groups._new_group, dist.all_reduce
 
-    def on_gloo(key, serial, description):
-        made.append((description, key.backend))
-        return make(key._replace(backend="gloo"), serial, description)
+    def on_gloo(key, serial, description, parent):
+        made.append((description, key.backend, parent))
+        return make(key._replace(backend="gloo", options=groups.Options()), serial, description)
 
     def watched(tensor, *, group):
         sent.append((tensor.numel(), tuple(dist.get_process_group_ranks(group))))
@@ -289,11 +289,15 @@ def test_a_device_s_groups_have_its_backend_alone_and_are_connected_as_they_are_
         patch.object(groups, "backend_of", lambda group, device_type: "nccl"),
         patch.object(groups, "_new_group", on_gloo),
         patch.object(dist, "all_reduce", watched),
+        patch.object(groups, "_machines", lambda everyone: dict(enumerate("aabb"))),
+        patch.object(torch.cuda, "get_device_name", lambda: "NVIDIA H200"),
     ):
-        held = make_groups(mesh, axes(*TWO), timeout_s=23.0)
+        held = make_groups(mesh, axes(*TWO), timeout_s=23.0, in_turn={"cluster"})
         expected = [(f"{axis} {use}", "nccl") for axis in ("node", "cluster") for use in ("gather", "reduce")]
-        assert made == expected
+        assert [(description, backend) for description, backend, _ in made] == expected
+        # Between machines, and not inside one, the two share buffers.
+        assert [parent for *_, parent in made] == [None, None, None, held["cluster"].gather.process_group]
         assert sent == [(1, held[name].ranks) for name in ("node", "node", "cluster", "cluster")]
         del held
-        make_groups(mesh, axes(*TWO), timeout_s=23.0)
+        make_groups(mesh, axes(*TWO), timeout_s=23.0, in_turn={"cluster"})
         assert len(made) == len(sent) == 4

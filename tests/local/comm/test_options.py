@@ -20,32 +20,32 @@ def stand_in(**constants: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("machines", "registered", "expected"),
+    ("lines", "registered", "in_turn", "expected"),
     [
-        ("aaaa", False, Options()),
-        ("aaaa", True, Options(zero_ctas=True)),
-        ("abcd", False, Options(max_ctas=SLOW_CTAS)),
-        ("abcd", True, Options(max_ctas=SLOW_CTAS)),
-        ("aabb", True, Options()),  # over every network card of a machine at once
+        ("aaaa", False, True, Options()),
+        ("aaaa", True, True, Options(zero_ctas=True)),
+        ("abcd", False, False, Options(max_ctas=SLOW_CTAS)),
+        ("abcd", False, True, Options(max_ctas=SLOW_CTAS, shared=True)),
+        ("abcd", True, True, Options(max_ctas=SLOW_CTAS)),
+        ("aabb", True, True, Options()),  # over every network card of a machine at once
+        ("abcd aabb", False, True, Options()),  # all ranks split communicators off together
+        ("aaaa abcd", True, True, Options()),
     ],
 )
-def test_by_level(machines: str, registered: bool, expected: Options) -> None:
+def test_by_level(lines: str, registered: bool, in_turn: bool, expected: Options) -> None:
     with mock.patch.object(torch.cuda, "get_device_name", lambda: "NVIDIA H200"):
-        assert Options.of(list(machines), registered=registered) == expected
+        assert Options.of(lines.split(), registered=registered, in_turn=in_turn) == expected
 
 
 def test_nvlink_between_machines_has_no_limit() -> None:
     with mock.patch.object(torch.cuda, "get_device_name", lambda: "NVIDIA GB200"):
-        assert Options.of(list("abcd"), registered=False) == Options()
+        assert Options.of(["abcd"], registered=False, in_turn=True) == Options()
 
 
-@pytest.mark.parametrize(("share", "most"), [("1", 0), ("0", SLOW_CTAS)])
-def test_communicators_that_share_buffers_all_have_the_same_ctas(
-    share: str, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NCCL_COMM_SPLIT_SHARE_RESOURCES", share)
+def test_where_the_user_lets_all_share_buffers_all_have_the_same_ctas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_COMM_SPLIT_SHARE_RESOURCES", "1")
     with mock.patch.object(torch.cuda, "get_device_name", lambda: "NVIDIA H200"):
-        assert Options.of(list("abcd"), registered=False).max_ctas == most
+        assert Options.of(["abcd"], registered=False, in_turn=True) == Options()
 
 
 def test_as_torch_has_them() -> None:
@@ -55,3 +55,15 @@ def test_as_torch_has_them() -> None:
         assert vars(made.config) == {"max_ctas": 4, "cta_policy": 2} and made._timeout == timedelta(seconds=60)
     with mock.patch.object(dist, "ProcessGroupNCCL", stand_in(), create=True):  # a torch over an older NCCL
         assert vars(Options(zero_ctas=True).made(60.0).config) == {}
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_the_second_of_a_pair_that_shares_is_split_off_the_first(debug: bool) -> None:
+    backend = SimpleNamespace()
+    inner = SimpleNamespace(wrapped_pg=backend) if debug else backend
+    parent: Any = SimpleNamespace(_get_backend=lambda device: inner)
+    with mock.patch.object(dist, "ProcessGroupNCCL", stand_in(), create=True):
+        first, second = (Options(max_ctas=4, shared=True).made(60.0, group) for group in (None, parent))
+        assert vars(first.config) == vars(second.config) == {"max_ctas": 4, "split_share": 1}
+        assert not hasattr(first, "split_from")
+        assert second.split_from is backend and second.split_color == 0

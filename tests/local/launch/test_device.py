@@ -200,4 +200,4 @@ def test_env_prints_what_is_set_and_what_a_run_would_set(
     assert {"cuda: 12.8", "nccl: 2.28.9", "devices: 1 x GPU 0, 1 x GPU 1"} <= set(printed)
     assert "NCCL_LAUNCH_ORDER_IMPLICIT=0" in printed
     assert "CUDA_DEVICE_MAX_CONNECTIONS=32  (set by zeromesh)" in printed
-    assert any(line.startswith("communicators: between machines max_ctas=4") for line in printed)
+    assert any(line.startswith("communicators: between machines max_ctas=4, split_share=1") for line in printed)
