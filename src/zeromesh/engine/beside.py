@@ -10,10 +10,10 @@ meanwhile. Whoever looks at a slice's values, a gradient's or a state comes afte
 first backward after them, which writes to the gradients' memory. A plain tensor of such memory that somebody has kept
 from before knows nothing of it.
 
-The first step on a parameter, which makes its states, is waited for. Once a unit has its states, those of the later
-units are known too: the step raises if the machine has no room for them, where Linux would end a process. Torch's
-fused kernels are chosen for the host where the user has chosen none: without them one Python thread would issue each
-operation of each parameter.
+The first step on a parameter, which makes its states, is waited for, and fails on all ranks if it does on one. Once a
+unit has its states, those of the later units are known too: the step raises if the machine has no room for them, where
+Linux would end a process. Torch's fused kernels are chosen for the host where the user has chosen none: without them
+one Python thread would issue each operation of each parameter.
 
 With `;step=device` a unit's masters and states come to the device, are stepped on and go back, `STREAMED_ELEMENTS` at a
 time. Two lanes of the device take turns, so the copies of a unit run beside the step of the one before, and memory is
@@ -110,8 +110,9 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
         engine.backend.step(unit, job, streamed=kind is _Streamed)
     if here is not None:
         here.run(step)
-    if first:
-        settle(optimizer)
+    for engine in dict.fromkeys(engine for engine, _, _ in parts) if first else ():
+        left = "Some of its units have been stepped on"
+        engine.control.together(engine.backend.settle, call="the first optimizer.step", left=left)
     return True
 
 

@@ -205,7 +205,7 @@ class Control:
             if reason:
                 raise MismatchError(
                     f"{call} must succeed on all ranks; on rank {rank} it did not: {reason}. {left}: "
-                    f"start every rank with the same model and arguments"
+                    f"start every rank again, with the same model and arguments"
                 )
         return result
 

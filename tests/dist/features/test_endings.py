@@ -28,7 +28,8 @@ import zeromesh as zm
 from tests.dist.features.test_misuse import STAGES, WIDTH, inputs, sharded
 from tests.dist.parity import same_params, sgd
 from tests.dist.pool import on_ranks
-from zeromesh.errors import ModelError, OptimizerError
+from zeromesh.engine import beside
+from zeromesh.errors import MismatchError, ModelError, OptimizerError
 
 MOMENTS = ("forward", "loss", "backward", "between", "second forward", "second backward", "step", "after")
 """Moments of a step with two micro-batches: `between` them, in its optimizer's `step`, `after` it."""
@@ -138,6 +139,24 @@ def test_a_model_that_is_dropped_in_a_step():
                 train_step(net, optimizer, seed, ranks, nothing)
         same_params(model, plain, 1e-12)
         del model, net, optimizer
+
+
+# ---- a step beside the forward
+
+
+@pytest.mark.parametrize("strategy", ["host=3,node=3", "host=1,node=1;step=device"])
+@on_ranks(2)
+def test_a_first_step_in_the_host_s_memory_fails_on_all_ranks_or_on_none(strategy):
+    """One rank's machine has no room for the states."""
+    model = sharded(Net().double(), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(inputs()).sum().backward()
+    full = dist.get_rank() == 1
+    said = "2 rank" if full else "on rank 1 it did not: ModelError: 2 rank"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(beside, "free_bytes", lambda device: 0 if full else None)
+        with pytest.raises(ModelError if full else MismatchError, match=said):
+            optimizer.step()
 
 
 # ---- processes
