@@ -162,7 +162,7 @@ class Engine:
         traced = torch.is_grad_enabled() and outputs is not None
         tensors = [t for t in outputs or () if t.requires_grad] if traced else []
         hidden = traced and not outputs and self.schedule.units[unit].trainable
-        untraced = outputs is not None and not traced
+        untraced = outputs is not None and not traced and _in_function()
         call = self.interpreter.post_forward(unit, backward=bool(tensors), hidden=hidden, untraced=untraced)
         if call is not None:
             self._watch_outputs(call, tensors)
@@ -296,7 +296,9 @@ class Engine:
         return called
 
     def _backward(self, task: int, ended: Callable[[], object], **half: Any) -> Backward:
-        return Backward(task, ended, self.last, self.weight.of_grads, inputs_only=self._halves is not None, **half)
+        inputs_only = self._halves is not None
+        retains = task != -1 and torch._C._autograd._get_current_graph_task_keep_graph()
+        return Backward(task, ended, self.last, self.weight.of_grads, inputs_only=inputs_only, retains=retains, **half)
 
     def _begin_backward(self, running: Backward) -> None:
         self.changes.apply()

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -76,6 +77,8 @@ class Interpreter(Generic[T]):
         gather_slots, reduce_slots: which unit has each; None is free.
         forward: that runs, outside a backward or (a recomputation) inside.
         awaited: units whose forward no backward has followed.
+        to_repeat: calls of each trainable unit that a reentrant checkpoint has made without autograd, and is to repeat
+            in a backward.
         seen: units in the order of their first forward.
         returned: units of which there was a forward that a backward comes back to.
         digest: of all gathers so far, to be compared between ranks.
@@ -93,6 +96,7 @@ class Interpreter(Generic[T]):
     returned: set[int] = field(default_factory=set)
     digest: int = 0
     awaited: set[int] = field(default_factory=set)
+    to_repeat: Counter[int] = field(default_factory=Counter)
     _graphs: weakref.WeakSet[Forward] = field(default_factory=weakref.WeakSet)
     _forwards: int = 0
 
@@ -125,7 +129,7 @@ class Interpreter(Generic[T]):
         Args:
             backward: whether its outputs will bring the call that is returned to `pre_backward`.
             hidden: nothing of its outputs can, though a gradient may come to its parameters.
-            untraced: autograd did not record the call.
+            untraced: the call was made inside an autograd.Function, so autograd did not record it.
         """
         forward = self.forward
         if forward is None:  # it was given up from inside
@@ -133,8 +137,8 @@ class Interpreter(Generic[T]):
         end = forward.end(unit, backward=backward)
         if hidden:
             forward.hidden.add(unit)
-        if untraced and self.schedule.units[unit].trainable:
-            forward.untraced[unit] += 1
+        if untraced and self.backward is None and self.schedule.units[unit].trainable:
+            self.to_repeat[unit] += 1
         if not forward.running:
             self.forward = None
         if not forward.runs(unit):
@@ -204,6 +208,7 @@ class Interpreter(Generic[T]):
         if state.in_use and self.backward is not None:
             raise InternalError(f"unit {self.schedule.units[unit].name!r} changed while its backward runs")
         state.generation += 1
+        self.to_repeat.pop(unit, None)  # those that were not repeated until now have lost their backward
 
     def begin_step(self) -> None:
         """Nothing is accumulated any more. Reductions under way are waited for; nobody reads their results."""
@@ -264,6 +269,8 @@ class Interpreter(Generic[T]):
                 self._run(PointKind.PRE_BACKWARD, unit)
                 continue
             backward.left[forward, unit] += 1
+            if forward.repeats and self.to_repeat[unit]:
+                self.to_repeat[unit] -= 1
             if backward.has_left(forward, unit):
                 backward.bring(unit)
                 self._run(PointKind.POST_BACKWARD, unit)
@@ -378,13 +385,13 @@ class Interpreter(Generic[T]):
         """Whether this rank may come back to a call of the unit, in this backward."""
         backward = self._running
         # Without this, a reentrant checkpoint's gradients could come after the turn, on some ranks only.
-        to_repeat = -sum(backward.left[forward, unit] for forward in backward.reached if forward.repeats)
+        if self.to_repeat[unit]:
+            return True
         for forward in self._graphs:
-            over = forward.visited and forward not in backward.reached  # in another backward
+            over = forward.over and forward not in backward.reached  # in another backward
             if unit in forward.hidden or not (over or backward.has_left(forward, unit)):
                 return True
-            to_repeat += 0 if over or forward.repeats else forward.untraced[unit]
-        return to_repeat > 0
+        return False
 
     def _reduce_in_turn(self, unit: int) -> None:
         self._running.take_turn()

@@ -105,9 +105,8 @@ class Forward:
         running: where the beginnings of calls under way will be marked, with their units; innermost last.
         calls: how many of the marked calls each unit has.
         hidden: units that have returned nothing that a gradient could be seen to arrive at.
-        untraced: how many calls of each trainable unit ran without autograd: a reentrant checkpoint will repeat them.
         repeats: whether it began inside a backward.
-        visited: a backward has come back to it.
+        over: a backward has come back to it and has dropped its graph, so no other one will.
         read: units that are open because another one's forward has read their parameters; they end with the outermost.
     """
 
@@ -116,9 +115,8 @@ class Forward:
     running: list[tuple[int, int]] = field(default_factory=list)
     calls: Counter[int] = field(default_factory=Counter)
     hidden: set[int] = field(default_factory=set)
-    untraced: Counter[int] = field(default_factory=Counter)
     repeats: bool = False
-    visited: bool = False
+    over: bool = False
     read: list[int] = field(default_factory=list)
 
     def begin(self, unit: int, *, read: bool = False) -> None:
@@ -179,6 +177,7 @@ class Backward:
         scale: of this rank's own gradients; None is 1.
         stale: units that were computed with parameters of an older generation than now, and the oldest of those.
         inputs_only: the gradients of parameters come in another one, so nothing is reduced.
+        retains: autograd keeps its graphs for another one.
         bring: is called with a unit that is in use, before it is left for good; of a second half, to compute the
             gradients of its parameters.
         reached: by forward, how many of its marks are still to be passed.
@@ -193,6 +192,7 @@ class Backward:
     scale: float | None = None
     stale: dict[int, int] = field(default_factory=dict)
     inputs_only: bool = False
+    retains: bool = False
     bring: Callable[[int], None] = lambda unit: None
     reached: dict[Forward, int] = field(default_factory=dict)
     left: Counter[tuple[Forward, int]] = field(default_factory=Counter)
@@ -202,7 +202,7 @@ class Backward:
     def reach(self, forward: Forward) -> None:
         """It comes back to a forward."""
         self.reached[forward] = len(forward.marks)
-        forward.visited = not self.inputs_only
+        forward.over = not (self.inputs_only or self.retains)
 
     def take_turn(self) -> None:
         """The next unit's reductions are issued or need not be."""

@@ -1,6 +1,7 @@
 """Users hold on to gradients, clear them early, and call parts in an order of their own."""
 
 import copy
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -190,21 +191,23 @@ def test_a_unit_that_one_rank_alone_uses_after_a_last_backward_whose_gradients_w
     same_grads(model, plain)
 
 
-@pytest.mark.parametrize("strategy", ["node=2", "node=0"])
+@pytest.mark.parametrize(("strategy", "whole"), [("node=2", False), ("node=0", False), ("node=1", True)])
 @on_ranks(2)
-def test_ranks_leave_out_different_blocks_of_which_some_are_recomputed_reentrantly(strategy):
-    """A block that only an earlier forward will repeat has its turn after that, or only some ranks reduce it again."""
+def test_ranks_leave_out_different_blocks_and_recompute_reentrantly(strategy, whole):
+    """Some blocks, or the whole model: a block that only an earlier forward will repeat has its turn after that, or
+    only some ranks reduce it again."""
 
     def compute(self, x, chosen):
         for index in chosen:
             block = self.blocks[index]
-            x = block(x) if index == 0 else checkpoint(block, x, use_reentrant=True)
+            x = block(x) if whole or index == 0 else checkpoint(block, x, use_reentrant=True)
         return x
 
     plain, rank = Part(compute, blocks=nn.ModuleList(chain(3))), dist.get_rank()
-    model = sharded(plain, strategy)
+    model, x = sharded(plain, strategy), inputs(rank).requires_grad_(whole)
     for each in (plain, model):
-        sum(each(inputs(rank), chosen).sum() for chosen in ([0, 1 + rank], [0, 1, 2])).backward()
+        call = partial(checkpoint, each, use_reentrant=True) if whole else each
+        sum(call(x, chosen).sum() for chosen in ([0, 1 + rank], [0, 1, 2])).backward()
     same_grads(model, plain)
 
 
