@@ -269,7 +269,7 @@ class Interpreter(Generic[T]):
                 self._run(PointKind.PRE_BACKWARD, unit)
                 continue
             backward.left[forward, unit] += 1
-            if forward.repeats and self.to_repeat[unit]:
+            if forward.repeats and not backward.retains and self.to_repeat[unit]:
                 self.to_repeat[unit] -= 1
             if backward.has_left(forward, unit):
                 backward.bring(unit)
