@@ -228,6 +228,9 @@ def test_second_derivatives_need_whole_parameters():
     with pytest.raises(ModelError, match=r"create_graph=True .* stages 0, 1 and 2"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
     model(x).sum().backward()
+    model = sharded(base, "node=1")
+    with pytest.raises(ModelError, match=r"create_graph=True .* no torch\.func"):
+        torch.func.grad(lambda x: model(x).square().sum())(inputs())
 
 
 @on_ranks(2)
