@@ -13,12 +13,13 @@ import importlib
 import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zeromesh.engine.calls import as_python
@@ -96,7 +97,8 @@ def watch_optimizers(engine: Engine) -> None:
     _engines.add(engine)
     _checked.clear()
     if not _installed:
-        Optimizer.zero_grad = _with_sums(Optimizer.zero_grad)  # type: ignore[method-assign]  # it looks at `.grad` alone
+        for kind, params_of in ((Optimizer, _params), (nn.Module, nn.Module.parameters)):
+            kind.zero_grad = _with_sums(kind.zero_grad, params_of)  # type: ignore[method-assign]  # both have one
         # Torch chooses its foreach implementations, on CUDA, for listed types only; DTensor is listed the same way.
         for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
             types = getattr(importlib.import_module(name), "_foreach_supported_types", [])
@@ -105,17 +107,16 @@ def watch_optimizers(engine: Engine) -> None:
         _installed.append(register_optimizer_step_post_hook(_after_step))
 
 
-def _with_sums(zero_grad: Callable[..., None]) -> Callable[..., None]:
-    """Torch's `zero_grad`, also of sums of micro-batches, which `.grad` does not show."""
+def _with_sums(zero_grad: Callable[..., None], params_of: Callable[[Any], Iterable[Any]]) -> Callable[..., None]:
+    """Torch's `zero_grad`, which looks at `.grad` alone, also of sums of micro-batches, which that does not show."""
 
     @as_python
     @wraps(zero_grad)
-    def with_sums(optimizer: Optimizer, set_to_none: bool = True) -> None:
-        zero_grad(optimizer, set_to_none)
-        if any(engine.holds_sums for engine in _engines):
-            for engine, params in _by_engine(optimizer).items():
-                for param in params:
-                    engine.forget_sum(param)
+    def with_sums(owner: Any, set_to_none: bool = True) -> None:
+        zero_grad(owner, set_to_none)
+        for param in params_of(owner) if any(engine.holds_sums for engine in _engines) else ():
+            if isinstance(param, ShardedParameter) and (engine := param.engine()) is not None:
+                engine.forget_sum(param)
 
     return with_sums
 

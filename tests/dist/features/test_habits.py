@@ -27,8 +27,8 @@ def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("strategy", ["node=3", "node=2", "node=0", "node=3d", "host=2,node=3", "host=1,node=1"])
 @on_ranks(2)
 def test_gradients_that_are_dropped_between_micro_batches(strategy):
-    """Those of one optimizer, zeroed, dropped or assigned: its earlier micro-batches count no more."""
-    for way in ("optimizer", "zeros", "by hand", "others"):
+    """Those of one optimizer or module, zeroed, dropped or assigned: its earlier micro-batches count no more."""
+    for way in ("optimizer", "zeros", "by hand", "others", "part", "whole"):
         plain = chain()
         model = sharded(plain, strategy)
         for each in (plain, model):
@@ -38,6 +38,8 @@ def test_gradients_that_are_dropped_between_micro_batches(strategy):
                     loss_of(each, step).backward()
                 if step == 0 and way in ("optimizer", "zeros"):
                     optimizer.zero_grad(set_to_none=way == "optimizer")
+                if step == 0 and way in ("part", "whole"):
+                    (each.get_submodule("1") if way == "part" else nn.Sequential(each)).zero_grad()
                 for param in optimizer.param_groups[0]["params"] if step == 0 and way in ("by hand", "others") else ():
                     param.grad = None if way == "by hand" else torch.ones(param.shape, dtype=param.dtype)
         same_grads(model, plain)
