@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from zeromesh.engine.calls import as_python
 from zeromesh.engine.elements import Elements
@@ -42,10 +42,6 @@ NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 _checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
 """By optimizer: the parameters that it had when it was looked at."""
-
-_graded: weakref.WeakKeyDictionary[Optimizer, list[torch.Tensor]] = weakref.WeakKeyDictionary()
-"""By optimizer inside its step: the parameters that had a gradient before it, or get one inside. A hook, or the step
-itself, may drop those."""
 
 _BY_OWNER = "by_owner"
 """In the groups of a state dict with whole states, of which ranks may have none."""
@@ -104,7 +100,6 @@ def watch_optimizers(engine: Engine) -> None:
             types = getattr(importlib.import_module(name), "_foreach_supported_types", [])
             types.extend(kind for kind in (ShardedParameter, Slice) if kind not in types)
         _installed.append(register_optimizer_step_pre_hook(_before_step))
-        _installed.append(register_optimizer_step_post_hook(_after_step))
 
 
 def _with_sums(zero_grad: Callable[..., None], params_of: Callable[[Any], Iterable[Any]]) -> Callable[..., None]:
@@ -148,9 +143,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         vars(optimizer)["_streams"] = any(param.streamed for param in sharded)
         vars(optimizer)["_steps_beside"] = on_host and steps_elementwise(type(optimizer))
         _checked[optimizer] = held
-    has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # whose forward and backward are still to come
-    _graded[optimizer] = [param for param in _params(optimizer) if has_closure or param.grad is not None]
-    without = not _graded[optimizer]
+    without = not any(map(callable, (*args[1:], *kwargs.values()))) and all(p.grad is None for p in _params(optimizer))
     for engine, params in _by_engine(optimizer).items():
         engine.before_step(params)
         if without:
@@ -177,6 +170,21 @@ def _surround_step(kind: type[Optimizer]) -> None:
 
 @as_python
 def _step_on_slices(step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Ends before torch calls the optimizer's hooks: a parameter that those write to is changed by hand."""
+    has_closure = any(map(callable, (*args, *kwargs.values())))  # whose forward and backward are still to come
+    steps_on = {  # as it begins, since a step may drop gradients
+        engine: [param for param in params if has_closure or param.grad is not None]
+        for engine, params in _by_engine(optimizer).items()
+    }
+    found = _run_step(step, optimizer, args, kwargs)
+    for engine, params in steps_on.items():
+        if params:
+            engine.changes.stepped(params, by=weakref.ref(optimizer))
+    require_known_states(optimizer)
+    return found
+
+
+def _run_step(step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """[Note: Stepping] of `zeromesh.engine.param`."""
     given, loss = [value for value in (*args, *kwargs.values()) if value is not None], None
     if vars(optimizer)["_steps_beside"] and len(given) <= 1 and all(map(callable, given)):
@@ -198,7 +206,7 @@ def _step_on_slices(step: Callable[..., Any], optimizer: Optimizer, args: Any, k
             return found if loss is None else loss
     except RuntimeError as failure:
         if not isinstance(failure, OptimizerError):  # those are alike on all ranks
-            _require_known_states(optimizer, failure)
+            require_known_states(optimizer, failure)
         raise
 
 
@@ -301,17 +309,7 @@ def is_number(key: str, state: torch.Tensor) -> bool:
     return key in NUMBERS or (not state.dim() and not state.is_floating_point())
 
 
-@as_python
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    graded = set(map(id, _graded.pop(optimizer, ())))
-    for engine, params in _by_engine(optimizer).items():
-        updated = [param for param in params if id(param) in graded or param.grad is not None]
-        if updated:
-            engine.changes.stepped(updated, by=weakref.ref(optimizer))
-    _require_known_states(optimizer)
-
-
-def _require_known_states(optimizer: Optimizer, failure: RuntimeError | None = None) -> None:
+def require_known_states(optimizer: Optimizer, failure: RuntimeError | None = None) -> None:
     """Raises OptimizerError, on all ranks, if in a first step any fails by the shape of a state, or keeps one in a
     subclass of Tensor. On slices none is taken: codes share a scale, so they are not independent elements. On whole
     tensors a subclass is taken if it names the tensors inside it."""

@@ -25,7 +25,7 @@ from zeromesh.engine.control import Control
 from zeromesh.engine.elements import Home
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import ParamRange
-from zeromesh.engine.optim import UNPROVEN, WHOLE
+from zeromesh.engine.optim import UNPROVEN, WHOLE, require_known_states
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import MismatchError, OptimizerError
@@ -263,6 +263,7 @@ class OwnerOptimizer(Optimizer):
                 loss = closure()
             engine.before_step(self._params)
         self._run(engine, None)
+        require_known_states(self)
         return loss
 
     def _run(self, engine: Engine, act: Callable[[Optimizer], object] | None) -> None:
@@ -273,6 +274,8 @@ class OwnerOptimizer(Optimizer):
             bucket.act = act
         engine.whole.step(engine.backend, self.buckets)
         self._take_over()
+        if updated := [param for param in self._grad_dtypes if param.grad is not None]:
+            engine.changes.stepped(updated, by=weakref.ref(self))
 
     def __getattr__(self, name: str) -> Any:
         """Further methods of the class, such as `train` and `eval` of schedule-free ones; all ranks call them."""
@@ -292,7 +295,6 @@ class OwnerOptimizer(Optimizer):
             param.grad = torch.zeros_like(param, dtype=self._grad_dtypes[param])
         try:
             self._run(engine, lambda optimizer: getattr(optimizer, name)(*args, **kwargs))
-            engine.changes.stepped(stepped, by=weakref.ref(self))
         finally:
             for param, grad in zip(stepped, shown, strict=True):
                 param.grad = grad

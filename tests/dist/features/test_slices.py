@@ -593,6 +593,24 @@ def test_closures_and_hooks_of_a_step_see_whole_operands(strategy):
         close(ours, theirs)
 
 
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "host=1,node=1,cluster=1;step=device"])
+@on_ranks(4)
+def test_parameters_that_a_hook_writes_to_after_the_step_are_computed_with(strategy):
+    x, found = torch.ones(2, 7).double(), []
+    for each in (net(), sharded(0, strategy)):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(
+            lambda held, *_: [p.data.clamp_(-0.1, 0.1) for p in held.param_groups[0]["params"]]
+        )
+        for _ in range(2):
+            each(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            found.append(each(x))
+    close(*reversed(found))
+
+
 @on_ranks(4)
 def test_a_step_whose_error_is_kept_is_over():
     model, other = sharded(0, "node=3,cluster=1"), sharded(0, "node=1,cluster=3")

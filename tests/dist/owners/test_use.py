@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -209,11 +210,20 @@ def test_schedulers_hooks_groups_closures_and_a_trace():
     assert lasted >= inside[-1] - inside[-len(optimizers[1].buckets)] > 0
 
 
+@pytest.mark.parametrize("in_hook", [False, True])
 @on_ranks(4)
-def test_changes_by_hand_and_skipped_tensors_are_seen():
+def test_changes_by_hand_and_skipped_tensors_are_seen(in_hook):
     """The owner steps on values of now, also where somebody else has changed them; tensors without gradients rest."""
     plain, model = net(), shard(net(), (4,), "node=3")
     optimizers = [LAMB(groups_of(plain, matrices=False)), zm.by_owner(LAMB, groups_of(model, matrices=False))]
+
+    @torch.no_grad()
+    def shrink(each: nn.Module, *_: Any) -> None:
+        for param in each.parameters():
+            param.mul_(0.9)
+
+    for each, optimizer in zip((plain, model), optimizers, strict=True) if in_hook else ():
+        optimizer.register_step_post_hook(partial(shrink, each))
     for step in range(3):
         backward_plainly(plain, step)
         backward(model, step)
@@ -224,10 +234,8 @@ def test_changes_by_hand_and_skipped_tensors_are_seen():
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        with torch.no_grad():
-            for each in (plain, model):
-                for param in each.parameters():
-                    param.mul_(0.9)
+        for each in () if in_hook else (plain, model):
+            shrink(each)
         same_params(model, plain)
 
 
