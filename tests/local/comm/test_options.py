@@ -67,3 +67,10 @@ def test_the_second_of_a_pair_that_shares_is_split_off_the_first(debug: bool) ->
         assert vars(first.config) == vars(second.config) == {"max_ctas": 4, "split_share": 1}
         assert not hasattr(first, "split_from")
         assert second.split_from is backend and second.split_color == 0
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch with NCCL; no GPU")
+def test_torch_s_own_class_has_them() -> None:
+    made = Options(max_ctas=4, zero_ctas=True, shared=True).made(60.0)
+    assert (made.config.max_ctas, made.config.split_share, made.split_from) == (4, 1, None)
+    made.split_color = 0
