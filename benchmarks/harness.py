@@ -12,9 +12,11 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lab import Lab
 from zeromesh.files import write_whole
 from zeromesh.measure.launch import on_all_ranks
 from zeromesh.measure.setting import read_setting
@@ -37,12 +39,42 @@ def save(out: Path | None, **found: Any) -> None:
         write_whole(out, text + "\n")
 
 
-def on_ranks(task: str, mesh: Mapping[str, int], **options: Any) -> Any:
+def held(out: Path | None, kind: str) -> list[dict[str, Any]]:
+    """The rows of a result file so far."""
+    return json.loads(out.read_text())[kind] if out and out.exists() else []
+
+
+def add(
+    out: Path | None,
+    kind: str,
+    row: dict[str, Any],
+    same: Sequence[str],
+    about: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda rows: {},
+) -> list[dict[str, Any]]:
+    """Adds a row to the result file, with the time and the load of its measurement; all rows.
+
+    Args:
+        out: the file; None: no file.
+        kind: its rows' key.
+        row: replaces those that have the same values.
+        same: names of these values.
+        about: further entries of the file.
+    """
+    here = read_setting()
+    row = row | {name: here.pop(name) for name in ("at", "load_average")}
+    rows = [*(each for each in held(out, kind) if any(each.get(name) != row[name] for name in same)), row]
+    if out:
+        write_whole(out, json.dumps({"setting": here, **about(rows), kind: rows}, indent=1) + "\n")
+    return rows
+
+
+def on_ranks(task: str, mesh: Mapping[str, int], *, tree: str = "", **options: Any) -> Any:
     """Runs a task on gloo ranks of this machine, one thread each.
 
     Args:
         task: "benchmarks.NAME:function", which gets `zeromesh.launch.ranks.Ranks` and the options.
         mesh: sizes by axis, outermost first.
+        tree: of an emulated cluster, as for `make lab`, which needs root; "": on loopback.
         options: that JSON can hold.
 
     Returns:
@@ -50,7 +82,21 @@ def on_ranks(task: str, mesh: Mapping[str, int], **options: Any) -> Any:
     """
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return on_all_ranks(task, options, mesh)
+    if not tree:
+        return on_all_ranks(task, options, mesh)
+    with Lab(tree) as lab:
+        return on_all_ranks(task, options, mesh, start=partial(lab.run, timeout_s=7200))
+
+
+def in_lab(lab: Lab, module: str, *arguments: object, told: Callable[[str], None]) -> None:
+    """Runs a benchmark on all ranks of an emulated cluster; `told` gets the first one's lines."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
+    lab.run(
+        command,
+        check=True,
+        timeout_s=3600,
+        on_line=lambda rank, stream, line: told(line) if rank == 0 and stream == "stdout" else None,
+    )
 
 
 def itself(module: str, *arguments: object) -> Any:

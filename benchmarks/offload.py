@@ -15,27 +15,23 @@ ours.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import zeromesh as zm
-from benchmarks.harness import ROOT, parser, save
-from benchmarks.overlap import FLOPS_PER_BYTE, LAYERS, PARAMETERS, TOKENS, Step, make_model, training_step
+from benchmarks.harness import in_lab, parser, save
+from benchmarks.overlap import FLOPS_PER_BYTE, LAYERS, PARAMETERS, TOKENS, Step, make_model, rank_program, training_step
 from lab import Lab
 from zeromesh import simdev
 from zeromesh.engine.api import engine_of
@@ -120,25 +116,6 @@ def measure(make: Callable[[], tuple[nn.Module, Step]], steps: int) -> dict[str,
     }
 
 
-def rank_program(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    rate = clock(args.ratio, args.dilation)
-    simdev.start(clock=rate)
-    with suppress(PermissionError):
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    dist.init_process_group(f"cpu:gloo,simdev:{simdev.BACKEND}")
-    library = replace_adamw(rate)
-    makers = {**{strategy: partial(ours, strategy) for strategy in STRATEGIES}, "FSDP2 with CPUOffloadPolicy": fsdp2}
-    for name, make in makers.items():
-        row = {"system": name, **measure(make, args.steps)}
-        gc.collect()
-        if dist.get_rank() == 0:
-            print(json.dumps(row), flush=True)
-    dist.all_reduce(torch.zeros(1))
-    del library
-    os._exit(0)  # gloo's threads outlive the groups
-
-
 def judge(ratio: float, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Adds each row's exposed seconds, and holds them against the goals."""
     plain, of_states, _, of_all, _, streamed, peer = rows
@@ -157,23 +134,23 @@ def judge(ratio: float, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def run(ratio: float, args: argparse.Namespace) -> dict[str, Any]:
     rows = list[dict[str, Any]]()
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    options = [f"--ratio={ratio}", f"--dilation={args.dilation}", f"--steps={args.steps}"]
 
-    def on_line(rank: int, stream: str, line: str) -> None:
-        if rank == 0 and line.startswith("{"):
+    def told(line: str) -> None:
+        if line.startswith("{"):
             rows.append(json.loads(line))
             print(f"{1e3 * rows[-1]['step_s']:8.2f} ms  {rows[-1]['system']}", flush=True)
 
+    options = [f"--ratio={ratio}", f"--dilation={args.dilation}", f"--steps={args.steps}"]
     with Lab(str(RANKS)) as lab:
-        lab.run([sys.executable, "-m", "benchmarks.offload", *options], check=True, timeout_s=1200, on_line=on_line)
-    found = {
+        in_lab(lab, "offload", *options, told=told)
+    return {
         "ratio": ratio,
         "formula_s": round(formula_s(ratio), 6),
         "host_s": round(HOST_S, 6),
         "dilation": args.dilation,
+        "rows": rows,
+        **judge(ratio, rows),
     }
-    return found | {"rows": rows, **judge(ratio, rows)}
 
 
 def main() -> None:
@@ -183,7 +160,10 @@ def main() -> None:
     options.add_argument("--ratio", type=float, help=argparse.SUPPRESS)
     args = options.parse_args()
     if args.ratio:
-        rank_program(args)
+        rate = clock(args.ratio, args.dilation)
+        library = replace_adamw(rate)  # noqa: F841  # until the ranks end
+        known = {strategy: partial(ours, strategy) for strategy in STRATEGIES} | {"FSDP2 with CPUOffloadPolicy": fsdp2}
+        rank_program(rate, known, partial(measure, steps=args.steps))
     else:
         save(args.out, cells=[run(ratio, args) for ratio in RATIOS])
 

@@ -26,10 +26,9 @@ import os
 import re
 import resource
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -44,13 +43,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zeromesh as zm
-from benchmarks.harness import ROOT, parser
+from benchmarks.harness import add, held, in_lab, parser
 from lab import Lab
 from lab.counters import difference
 from zeromesh import simdev
 from zeromesh.engine.api import engine_of
-from zeromesh.files import write_whole
-from zeromesh.measure.setting import read_setting
 
 LAYERS, WIDTH, TOKENS = 12, 896, 64
 PARAMETERS = LAYERS * WIDTH**2
@@ -210,7 +207,7 @@ def systems(cell: Cell) -> dict[str, Callable[[], tuple[nn.Module, Step]]]:
     }
 
 
-def measure(cell: Cell, make: Callable[[], tuple[nn.Module, Step]], args: argparse.Namespace) -> dict[str, Any]:
+def measure(make: Callable[[], tuple[nn.Module, Step]], cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
     """One system's row but for what links carried, which is counted between the two calls of `at_rest`."""
     before = simdev.memory_stats().allocated_bytes
     model, step = make()
@@ -267,20 +264,22 @@ def processor_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def rank_program(args: argparse.Namespace) -> None:
+def rank_program(
+    clock: simdev.Clock,
+    systems: Mapping[str, Callable[[], tuple[nn.Module, Step]]],
+    measured: Callable[[Callable[[], tuple[nn.Module, Step]]], dict[str, Any]],
+) -> None:
+    """Prints a row for each system."""
     torch.set_num_threads(1)
-    (cell,) = (cell for cell in all_cells(args.dilation) if cell.name == args.rank_of)
-    simdev.start(clock=cell.clock)
+    simdev.start(clock=clock)
     with suppress(PermissionError):  # they wait nearly always, and should wake in time beside other work
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     dist.init_process_group(f"cpu:gloo,simdev:{simdev.BACKEND}")
-    for name, make in systems(cell).items():
-        if re.search(args.only, name):
-            with simdev.launch_order(args.launch_order):
-                row = {"system": name, **measure(cell, make, args)}
-            gc.collect()
-            if dist.get_rank() == 0:
-                print(json.dumps(row), flush=True)
+    for name, make in systems.items():
+        row = {"system": name, **measured(make)}
+        gc.collect()
+        if dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
     dist.all_reduce(torch.zeros(1))
     os._exit(0)  # gloo's threads outlive the groups
 
@@ -291,11 +290,11 @@ def run(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory, Lab(cell.tree) as lab:
         gate = Path(directory) / "read"
 
-        def on_line(rank: int, stream: str, line: str) -> None:
-            if rank == 0 and line == "counters":
+        def told(line: str) -> None:
+            if line == "counters":
                 counted.append(lab.counters())
                 gate.touch()
-            elif rank == 0 and line.startswith("{"):
+            elif line.startswith("{"):
                 sent = difference(counted[-1], counted[-2])
                 row = json.loads(line)
                 row |= bounds(cell, sent, 1 + len(row["steps_s"]))
@@ -305,11 +304,9 @@ def run(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
                     flush=True,
                 )
 
-        options = [f"--dilation={args.dilation}", f"--steps={args.steps}", f"--only={args.only}", f"--gate={gate}"]
-        command = [sys.executable, "-m", "benchmarks.overlap", f"--rank-of={cell.name}", *options]
-        command += [f"--launch-order={args.launch_order}"]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        lab.run(command, check=True, timeout_s=3600, on_line=on_line)
+        kept = [f"--{name}={getattr(args, name)}" for name in ("dilation", "steps", "only")]
+        own = [f"--launch-order={args.launch_order}", f"--rank-of={cell.name}", f"--gate={gate}"]
+        in_lab(lab, "overlap", *kept, *own, told=told)
     about = {"cell": cell.name, "dilation": cell.dilation, "micro_batches": cell.micro_batches}
     return about | {"computation_s": round(cell.computation_s, 4), "rows": rows}
 
@@ -416,28 +413,24 @@ def main() -> None:
     options.add_argument("--rank-of", help=argparse.SUPPRESS)
     options.add_argument("--gate", type=Path, help=argparse.SUPPRESS)
     args = options.parse_args()
+    cells = all_cells(args.dilation)
     if args.rank_of:
-        rank_program(args)
-        return
-    held = json.loads(args.out.read_text())["cells"] if args.out and args.out.exists() else []
-    found = {cell["cell"]: cell for cell in held}
+        (cell,) = (cell for cell in cells if cell.name == args.rank_of)
+        known = {name: make for name, make in systems(cell).items() if re.search(args.only, name)}
+        rank_program(cell.clock, known, simdev.launch_order(args.launch_order)(partial(measure, cell=cell, args=args)))
+    found = held(args.out, "cells")
     began = time.monotonic()
-    for cell in all_cells(args.dilation):
-        if not re.search(args.cells, cell.name) or (cell.name in found and not args.again):
+    for cell in cells:
+        known = {each["cell"] for each in found}
+        if not re.search(args.cells, cell.name) or (cell.name in known and not args.again):
             continue
         if time.monotonic() - began > args.budget_s:
             break
         print(f"{cell.name} in {cell.tree}", flush=True)
-        here = read_setting()
-        taken = {name: here.pop(name) for name in ("at", "load_average")}
-        found[cell.name] = run(cell, args) | {"launch_order": args.launch_order} | taken
-        cells = [found[each.name] for each in all_cells(args.dilation) if each.name in found]
-        if args.out:
-            write_whole(
-                args.out, json.dumps({"setting": here, "summary": summary(cells), "cells": cells}, indent=1) + "\n"
-            )
-        print(f"{time.monotonic() - began:.0f} s, {judge(found[cell.name])}", flush=True)
-    print(table([*found.values()]), summary([*found.values()]), sep="\n\n")
+        row = run(cell, args) | {"launch_order": args.launch_order}
+        found = add(args.out, "cells", row, ["cell"], lambda rows: {"summary": summary(rows)})
+        print(f"{time.monotonic() - began:.0f} s, {judge(row)}", flush=True)
+    print(table(found), summary(found), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -18,13 +18,7 @@ The optimizer's part is `step` between two barriers, until masters are there.
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,16 +29,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import zeromesh as zm
-from benchmarks.harness import in_turns, parser, save
-from benchmarks.peers import MODELS, batches, make_model
-from benchmarks.shaped_table import NAMES, shape_of
-from lab import Lab, Tree
+from benchmarks.harness import in_turns, on_ranks, parser, save
+from benchmarks.peers import batches, fsdp, make_model
+from benchmarks.shaped_table import mesh_of
 from zeromesh.engine.api import engine_of
+from zeromesh.launch.ranks import Ranks
 from zeromesh.schedule.step import sent_bytes_per_axis
 
 CELLS = ("7M 2,2 5", "7M 2@200mbit,2 3", "7M 2@1gbit,4 3", "30M 2,2 3", "30M 2@1gbit,2 3")
@@ -153,30 +146,25 @@ class GatheredMuon(torch.optim.Optimizer):
 
 
 def gathered(size: str, mesh: Any, data: torch.Tensor) -> System:
-    model = make_model(size)
-    flat = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
-    for module in (*model.model.layers, model.model.embed_tokens, model.lm_head):
-        fully_shard(module, mesh=flat)
-    fully_shard(model, mesh=flat)
+    model = fsdp(make_model(size), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",)))
     matrices, rest = divided(model)
     return System(model=model, optimizers=[GatheredMuon(matrices), torch.optim.AdamW(rest, lr=LR)], data=data)
 
 
-def rank_program(args: argparse.Namespace) -> None:
+def run(ranks: Ranks, *, model: str, rounds: int) -> dict[str, Any]:
+    """A task of all ranks."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", tuple(args.shape), mesh_dim_names=NAMES[: len(args.shape)][::-1])
-    data = batches(1, 2, 64)[0]
+    mesh, data = ranks.mesh, batches(1, 2, 64)[0]
     systems = {
-        SLICES: ours(args.model, mesh, data, slices),
-        OWNERS: ours(args.model, mesh, data, adamw_by_owners),
-        MUON: ours(args.model, mesh, data, muon_by_owners),
-        REST: ours(args.model, mesh, data, partial(muon_by_owners, ns_steps=0)),
-        GATHERED: gathered(args.model, mesh, data),
+        SLICES: ours(model, mesh, data, slices),
+        OWNERS: ours(model, mesh, data, adamw_by_owners),
+        MUON: ours(model, mesh, data, muon_by_owners),
+        REST: ours(model, mesh, data, partial(muon_by_owners, ns_steps=0)),
+        GATHERED: gathered(model, mesh, data),
     }
     for system in systems.values():
         system.step()  # the first brings masters to their owners
-    in_turns({name: system.timed for name, system in systems.items()}, args.rounds, warm_up=0)
+    in_turns({name: system.timed for name, system in systems.items()}, rounds, warm_up=0)
     rows = {
         name: {
             "step_s": round(statistics.median(system.step_s), 4),
@@ -185,10 +173,7 @@ def rank_program(args: argparse.Namespace) -> None:
         }
         for name, system in systems.items()
     }
-    if dist.get_rank() == 0:
-        print(json.dumps({"rows": rows, "ratios": ratios(systems)}), flush=True)
-    dist.barrier()
-    os._exit(0)  # gloo's threads outlive the groups
+    return {"rows": rows, "ratios": ratios(systems)}
 
 
 def ratios(systems: dict[str, System]) -> dict[str, float]:
@@ -209,44 +194,16 @@ def ratios(systems: dict[str, System]) -> dict[str, float]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--cells", nargs="+", default=CELLS, help="model, tree and rounds of each, in one word")
-    options.add_argument("--shape", type=int, nargs="+", help=argparse.SUPPRESS)
-    options.add_argument("--model", choices=MODELS, help=argparse.SUPPRESS)
-    options.add_argument("--rounds", type=int, help=argparse.SUPPRESS)
     args = options.parse_args()
-    if args.shape:
-        rank_program(args)
-        return
     cells: list[dict[str, Any]] = []
     for cell in args.cells:
         model, tree, rounds = cell.split()
-        collect = partial(_collect, cells, model, tree, int(rounds))
-        command = ["-m", "benchmarks.owners", "--model", model, "--rounds", rounds, "--shape"]
-        if "@" in tree:
-            command += map(str, shape_of(tree))
-            with Lab(Tree.parse(tree)) as lab:
-                lab.run([sys.executable, *command], check=True, timeout_s=600, on_line=collect)
-        else:
-            sizes = tree.split(",")
-            start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            start += [f"--nproc-per-node={math.prod(map(int, sizes))}", *command, *sizes]
-            found = subprocess.run(start, check=True, timeout=600, stdout=subprocess.PIPE, text=True)
-            for line in found.stdout.splitlines():
-                collect(0, "stdout", line)
+        shaped = "@" in tree
+        mesh = mesh_of(tree) if shaped else dict(zip(("cluster", "node"), map(int, tree.split(",")), strict=True))
+        given = {"tree": tree if shaped else "", "model": model, "rounds": int(rounds)}
+        found = on_ranks("benchmarks.owners:run", mesh, **given)
+        cells.append(given | {"tree": tree} | found)
         save(args.out, cells=cells)
-
-
-def _collect(
-    cells: list[dict[str, Any]], model: str, tree: str, rounds: int, rank: int, stream: str, line: str
-) -> None:
-    if rank != 0 or not line.startswith("{"):
-        return
-    found = json.loads(line)
-    cells.append({"model": model, "tree": tree, "rounds": rounds, **found})
-    print(f"{model} {tree}")
-    for name, row in found["rows"].items():
-        print(f"{row['step_s']:8.3f} s, optimizer {row['optimizer_s']:7.3f} s  {name}  {row['sent_bytes']}")
-    for name, value in found["ratios"].items():
-        print(f"{value:8.2f}  {name}", flush=True)
 
 
 if __name__ == "__main__":

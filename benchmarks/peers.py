@@ -10,12 +10,13 @@ floor have plain PyTorch in our place, every rank for itself and nothing sent: n
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeromesh as zm
-from benchmarks.harness import in_turns, on_ranks, parser, ratio
+from benchmarks.harness import add, in_turns, on_ranks, parser, ratio
 from zeromesh.comm import make_groups, reduce_scatter, workspace_bytes
-from zeromesh.files import write_whole
 from zeromesh.launch.ranks import Ranks
-from zeromesh.measure.setting import read_setting
 from zeromesh.strategy import Layout
 
 Step = Callable[[], None]
@@ -74,33 +73,49 @@ def batches(micro_batches: int, sequences: int, tokens: int, tp: int = 1) -> lis
     return [torch.randint(0, 512, (sequences, tokens), generator=generator) for _ in range(micro_batches)]
 
 
-def training_step(
-    model: nn.Module, optimizer: Any, data: list[torch.Tensor], context: Callable[[bool], Any], autocast: Any
-) -> Step:
-    def step() -> None:
-        for index, batch in enumerate(data):
-            with context(index == len(data) - 1), autocast():
-                loss = model(input_ids=batch, labels=batch, use_cache=False).loss / len(data)
-                loss.backward()
-        optimizer.step()
-        model.zero_grad()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A training step; `context` is around each micro-batch, and is told whether it is the last."""
 
-    return step
+    model: nn.Module
+    optimizer: Any
+    data: list[torch.Tensor]
+    context: Callable[[bool], Any] = lambda last: nullcontext()
+
+    def __call__(self) -> None:
+        for index, batch in enumerate(self.data):
+            with self.context(index == len(self.data) - 1):
+                (self.model(input_ids=batch, labels=batch, use_cache=False).loss / len(self.data)).backward()
+        self.optimizer.step()
+        self.model.zero_grad()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
 def zeromesh_step(
-    size: str, dtype: torch.dtype, data: list[torch.Tensor], strategy: str, mesh: Any, tp: Any = None
-) -> Step:
-    model = zm.shard(make_model(size, tp), mesh, strategy, param_dtype=None if dtype is torch.float32 else dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return training_step(model, optimizer, data, lambda last: zm.accumulate(model, last=last), nullcontext)
+    size: str, dtype: torch.dtype, data: list[torch.Tensor], strategy: str, mesh: Any, tp: Any = None, **options: Any
+) -> Training:
+    """Ours; `options` are more of `zm.shard`."""
+    param_dtype = None if dtype is torch.float32 else dtype
+    model = zm.shard(make_model(size, tp), mesh, strategy, param_dtype=param_dtype, **options)
+    context = lambda last: zm.accumulate(model, last=last)  # noqa: E731
+    return Training(model=model, optimizer=adamw(model.parameters()), data=data, context=context)
 
 
 def plain_step(size: str, dtype: torch.dtype, data: list[torch.Tensor], *, owners: int = 1) -> Step:
     """Plain PyTorch; with several owners the optimizer has one parameter of so many, as a sharded one would."""
     model = make_model(size).to(dtype)
-    optimizer = torch.optim.AdamW(list(model.parameters())[::owners], lr=1e-4, fused=True)
-    return training_step(model, optimizer, data, lambda last: nullcontext(), nullcontext)
+    return Training(model=model, optimizer=adamw(list(model.parameters())[::owners]), data=data)
+
+
+def fsdp(model: Any, mesh: Any, dtype: torch.dtype = torch.float32, reshard: bool | int = True) -> Any:
+    """The model in FSDP2, a unit for each block."""
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype)
+    for module in (*model.model.layers, model.model.embed_tokens, model.lm_head):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def fsdp_step(
@@ -114,7 +129,7 @@ def fsdp_step(
     reduce_last: bool = False,
     tp: Any = None,
 ) -> Step:
-    """FSDP2, a unit for each block.
+    """FSDP2.
 
     Args:
         our_reduce: with our reduce-scatter for gloo, whose own moves the bytes of an all-reduce.
@@ -122,17 +137,12 @@ def fsdp_step(
         reduce_last: gradients stay whole between micro-batches.
         tp: mesh of the tensor parallelism inside.
     """
-    model = make_model(size, tp)
-    policy = MixedPrecisionPolicy() if dtype is torch.float32 else MixedPrecisionPolicy(param_dtype=dtype)
-    for module in (*model.model.layers, model.model.embed_tokens, model.lm_head):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model = fsdp(make_model(size, tp), mesh, dtype, reshard)
     if our_reduce:
         reduce = OurReduceScatter(mesh)
         for module in model.modules():
             if isinstance(module, torch.distributed.fsdp.FSDPModule):
                 module.set_custom_reduce_scatter(reduce)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def context(last: bool) -> Any:
         # The same layout: gradients are reduced over the shard axis every micro-batch, between groups at the last.
@@ -143,7 +153,7 @@ def fsdp_step(
         model.set_is_last_backward(last)
         return nullcontext()
 
-    return training_step(model, optimizer, data, context, nullcontext)
+    return Training(model=model, optimizer=adamw(model.parameters()), data=data, context=context)
 
 
 class OurReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
@@ -167,16 +177,14 @@ class OurReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatt
 def ddp_step(
     size: str, dtype: torch.dtype, data: list[torch.Tensor], *, zero: bool, bucket_mib: int | None = None
 ) -> Step:
-    model = make_model(size).to(dtype) if dtype is not torch.float32 else make_model(size)
-    model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
-    if zero:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return training_step(model, optimizer, data, lambda last: nullcontext() if last else model.no_sync(), nullcontext)
+    model = DistributedDataParallel(make_model(size).to(dtype), gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
+    sharded = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, lr=1e-4, fused=True)
+    optimizer = (sharded if zero else adamw)(model.parameters())
+    context = lambda last: nullcontext() if last else model.no_sync()  # noqa: E731
+    return Training(model=model, optimizer=optimizer, data=data, context=context)
 
 
-def pairs(world: int) -> dict[str, tuple[Callable[..., Step], Callable[..., Step]]]:
+def systems(world: int) -> dict[str, tuple[Callable[..., Step], Callable[..., Step]]]:
     """(ours, peer) by name; each takes (size, dtype, data)."""
     if world == 1:
         return {"plain": (partial(zeromesh_step, strategy="node=3", mesh=None), plain_step)}
@@ -184,28 +192,15 @@ def pairs(world: int) -> dict[str, tuple[Callable[..., Step], Callable[..., Step
     grid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("cluster", "node"))
     divided = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("node", "tp"))
     inside = {"mesh": divided["node"], "tp": divided["tp"]}
+    ours, reduced = partial(zeromesh_step, strategy="node=3"), partial(fsdp_step, our_reduce=True)
+    in_two = partial(zeromesh_step, strategy="node=3,cluster=0", mesh=grid)
     return {
-        "3 / FSDP2": (
-            partial(zeromesh_step, strategy="node=3", mesh=flat),
-            partial(fsdp_step, mesh=flat),
-        ),
-        "3 / FSDP2+our reduce-scatter": (
-            partial(zeromesh_step, strategy="node=3", mesh=flat),
-            partial(fsdp_step, mesh=flat, our_reduce=True),
-        ),
-        "3,0 / FSDP2 2-D": (
-            partial(zeromesh_step, strategy="node=3,cluster=0", mesh=grid),
-            partial(fsdp_step, mesh=grid),
-        ),
-        "3,0 / FSDP2 2-D+our reduce-scatter": (
-            partial(zeromesh_step, strategy="node=3,cluster=0", mesh=grid),
-            partial(fsdp_step, mesh=grid, our_reduce=True),
-        ),
-        "TP 2: 3 / FSDP2": (partial(zeromesh_step, strategy="node=3", **inside), partial(fsdp_step, **inside)),
-        "TP 2: 3 / FSDP2+our reduce-scatter": (
-            partial(zeromesh_step, strategy="node=3", **inside),
-            partial(fsdp_step, **inside, our_reduce=True),
-        ),
+        "3 / FSDP2": (partial(ours, mesh=flat), partial(fsdp_step, mesh=flat)),
+        "3 / FSDP2+our reduce-scatter": (partial(ours, mesh=flat), partial(reduced, mesh=flat)),
+        "3,0 / FSDP2 2-D": (in_two, partial(fsdp_step, mesh=grid)),
+        "3,0 / FSDP2 2-D+our reduce-scatter": (in_two, partial(reduced, mesh=grid)),
+        "TP 2: 3 / FSDP2": (partial(ours, **inside), partial(fsdp_step, **inside)),
+        "TP 2: 3 / FSDP2+our reduce-scatter": (partial(ours, **inside), partial(reduced, **inside)),
         "1 / DDP+ZeRO": (partial(zeromesh_step, strategy="node=1", mesh=flat), partial(ddp_step, zero=True)),
         "0 / DDP": (partial(zeromesh_step, strategy="node=0", mesh=flat), partial(ddp_step, zero=False)),
         "floor / DDP+ZeRO": (partial(plain_step, owners=world), partial(ddp_step, zero=True)),
@@ -236,40 +231,19 @@ def compare(ours: Step, peer: Step, count: int) -> dict[str, Any]:
     return found | {"standard_error": round((high - low) / 1.35 * 1.25 / count**0.5, 4)}
 
 
-def run(ranks: Ranks, **given: Any) -> list[dict[str, Any]]:
+def run(ranks: Ranks, *, out: str, only: str, dtypes: list[str], pairs: int, **case: Any) -> list[dict[str, Any]]:
     """A task of all ranks; the file is written after each row."""
     torch.set_num_threads(1)
-    args = argparse.Namespace(**given)
     results: list[dict[str, Any]] = []
-    for name, (ours, peer) in pairs(ranks.world).items():
-        if args.only and args.only not in name:
-            continue
-        for dtype in [getattr(torch, each) for each in args.dtypes]:
-            for micro_batches in (1, 4):
-                data = batches(micro_batches, args.sequences, args.tokens, 2 if name.startswith("TP 2") else 1)
-                row = compare(ours(args.model, dtype, data), peer(args.model, dtype, data), args.pairs)
-                row = {"pair": name, "dtype": str(dtype)[6:], "micro_batches": micro_batches, **row}
-                results.append(row)
-                if ranks.rank == 0:
-                    write(results, ranks.world, args)
+    chosen = {name: sides for name, sides in systems(ranks.world).items() if only in name}
+    for (name, (ours, peer)), dtype, micro_batches in product(chosen.items(), dtypes, (1, 4)):
+        data = batches(micro_batches, case["sequences"], case["tokens"], 2 if name.startswith("TP 2") else 1)
+        given = case["model"], getattr(torch, dtype), data
+        key = {"pair": name, "dtype": dtype, "micro_batches": micro_batches, "ranks": ranks.world, **case}
+        results.append(key | compare(ours(*given), peer(*given), pairs))
+        if ranks.rank == 0:
+            add(Path(out) if out else None, "results", results[-1], [*key])
     return results
-
-
-def write(results: list[dict[str, Any]], world: int, args: argparse.Namespace) -> None:
-    """Adds rows to what the file holds; a row of the same setting is replaced."""
-    if not args.out:
-        return
-    path = Path(args.out)
-    held = json.loads(path.read_text())["results"] if path.exists() else []
-    case = {"ranks": world, "model": args.model, "sequences": args.sequences, "tokens": args.tokens}
-    here = read_setting()
-    taken = {name: here.pop(name) for name in ("at", "load_average")}  # rows may be added later
-    rows = {_setting_of(row): row for row in [*held, *({**case, **row, **taken} for row in results)]}
-    write_whole(path, json.dumps({"setting": here, "results": list(rows.values())}, indent=1) + "\n")
-
-
-def _setting_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("pair", "dtype", "micro_batches", "ranks", "model", "sequences", "tokens"))
 
 
 def main() -> None:
@@ -284,7 +258,7 @@ def main() -> None:
     args = options.parse_args()
     if args.ranks == 1 and args.dtypes != ["float32"]:
         options.error("plain PyTorch has no fp32 masters: one process is compared in float32 only")
-    given = vars(args) | {"out": args.out and str(args.out.absolute())}
+    given = vars(args) | {"out": str(args.out.absolute()) if args.out else ""}
     mesh = {"node": given.pop("ranks")}
     for row in on_ranks("benchmarks.peers:run", mesh, **given):
         print(json.dumps(row))

@@ -23,16 +23,12 @@ DeepSpeed takes part where it is installed; `deepspeed_peers.py` says how, in wh
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import os
 import re
 import statistics
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -41,12 +37,21 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
 from benchmarks.deepspeed_peers import deepspeed_bytes, deepspeed_peers, installed
-from benchmarks.harness import in_turns, parser
-from benchmarks.peers import MODELS, Step, batches, ddp_step, fsdp_step, make_model, timed
-from benchmarks.shaped_table import NAMES, NO_MASTERS, OURS_REDUCES, fastest_pair, is_lossless, shape_of
-from lab import Lab, Tree
+from benchmarks.harness import add, in_turns, on_ranks, parser
+from benchmarks.peers import (
+    MODELS,
+    Step,
+    Training,
+    batches,
+    ddp_step,
+    fsdp_step,
+    make_model,
+    timed,
+    zeromesh_step,
+)
+from benchmarks.shaped_table import CURVE, NAMES, NO_MASTERS, OURS_REDUCES, fastest_pair, is_lossless, mesh_of
 from zeromesh.engine.api import engine_of
-from zeromesh.measure.setting import read_setting
+from zeromesh.launch.ranks import Ranks
 from zeromesh.schedule.step import sent_bytes_per_axis
 
 OURS = {
@@ -65,9 +70,6 @@ AS_DDP = {2: "0,0 1,0 1,1 2,2 3,0 3,1", 3: "0,0,0 1,1,1 2,2,2 3,1,1 3,3,0 3,3,1"
 """Strategies that also run in bf16 without fp32 masters, to compare with DDP and ZeroRedundancyOptimizer."""
 
 BUCKET_BYTES = 8 << 20
-
-CAPS = (1.0, 1.3, 1.6, 1.9, 2.5, 4.0)
-"""Times what FSDP2 takes."""
 
 Maker = Callable[..., Step]
 
@@ -128,111 +130,66 @@ def peer_bytes(name: str, size: str, item: int, sizes: tuple[int, int]) -> int:
     return held + gathered + kept + grads
 
 
-def our_step(size: str, dtype: torch.dtype, data: list[torch.Tensor], *, system: str, mesh: Any) -> Ours:
+def our_step(size: str, dtype: torch.dtype, data: list[torch.Tensor], *, system: str, mesh: Any) -> Training:
     """One of ours, made anew."""
-    strategy, no_masters = system.removesuffix(NO_MASTERS), system.endswith(NO_MASTERS)
-    options = {} if dtype is torch.float32 else {"param_dtype": dtype}
-    if no_masters:
-        options |= {"master_dtype": dtype, "grad_dtype": dtype}
-    model = zm.shard(make_model(size), mesh, strategy, bucket_bytes=BUCKET_BYTES, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return Ours(model=model, optimizer=optimizer, data=data)
+    no_masters = {"master_dtype": dtype, "grad_dtype": dtype} if system.endswith(NO_MASTERS) else {}
+    strategy = system.removesuffix(NO_MASTERS)
+    return zeromesh_step(size, dtype, data, strategy, mesh, bucket_bytes=BUCKET_BYTES, **no_masters)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ours:
-    """A sharded model and what it is trained on."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    data: list[torch.Tensor]
-
-    def __call__(self) -> None:
-        for index, batch in enumerate(self.data):
-            with zm.accumulate(self.model, last=index == len(self.data) - 1):
-                (self.model(input_ids=batch, labels=batch, use_cache=False).loss / len(self.data)).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def settle(self) -> None:
-        """Waits for the refresh that a step has left under way."""
-        engine_of(self.model).at_rest()
-
-    def counted(self) -> tuple[int, dict[str, int]]:
-        """Bytes a rank after a step, and bytes that a rank sends on each axis in a step."""
-        schedule = engine_of(self.model).schedule
-        lines = zm.memory_report(self.model, self.optimizer)
-        total = sum(line.allocated_bytes for line in lines if line.kind == "total")
-        workspace = sum(schedule.memory.workspace.values())
-        return total - workspace, sent_bytes_per_axis(schedule, micro_batches=len(self.data))
+def counted(step: Training) -> tuple[int, dict[str, int]]:
+    """Bytes a rank after a step of ours, and bytes that a rank sends on each axis in a step."""
+    step()
+    schedule = engine_of(step.model).schedule
+    lines = zm.memory_report(step.model, step.optimizer)
+    total = sum(line.allocated_bytes for line in lines if line.kind == "total")
+    workspace = sum(schedule.memory.workspace.values())
+    return total - workspace, sent_bytes_per_axis(schedule, micro_batches=len(step.data))
 
 
-def rank_program(args: argparse.Namespace) -> None:
+def run(
+    ranks: Ranks, *, model: str, dtype: str, micro_batches: int, rounds: int, known: bool, skip: str, only: str
+) -> list[dict[str, Any]]:
+    """A task of all ranks: a row for each system.
+
+    Ours are made anew for each round: each model has communicators, whose threads would disturb the others, and the
+    next model uses those of the last. The peers are made once: they share the groups of their mesh.
+    """
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    shape = tuple(args.shape)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES[: len(shape)][::-1])
-    sizes = (shape[0], math.prod(shape[1:]))  # the peers know two levels: what is behind a slow link, and the rest
-    known = {} if args.ours else {n: m for n, m in peers(sizes).items() if not re.search(args.skip or "^$", n)}
-    known = {name: maker for name, maker in known.items() if re.search(args.only, name)}
-    for dtype in [getattr(torch, name) for name in args.dtypes]:
-        for micro_batches in args.micro_batches:
-            data = batches(micro_batches, 2, 64)
-            rows = [
-                *_our_rows(args, dtype, data, mesh),
-                *_peer_rows(args, dtype, data, known, sizes),
-            ]
-            makers = {row["system"]: row.pop("make") for row in rows}
-            times = in_turns({name: partial(_second, make) for name, make in makers.items()}, args.rounds, warm_up=0)
-            for row in rows:
-                found = times[row["system"]]
-                row |= {"step_s": round(statistics.median(found), 4), "all_s": [round(value, 4) for value in found]}
-            if dist.get_rank() == 0:
-                print(json.dumps({"dtype": str(dtype)[6:], "micro_batches": micro_batches, "rows": rows}), flush=True)
-    dist.barrier()
-    os._exit(0)  # gloo's threads outlive the groups
-
-
-def _our_rows(
-    args: argparse.Namespace, dtype: torch.dtype, data: list[torch.Tensor], mesh: Any
-) -> list[dict[str, Any]]:
-    """Ours, made anew for each round: each model has communicators, whose threads would disturb the others, and the
-    next model uses those of the last."""
-    rows = []
-    for system in (name for name in ours(mesh.ndim, dtype) if re.search(args.only, name)):
-        make = partial(our_step, args.model, dtype, data, system=system, mesh=mesh)
-        first = make()
-        first()
-        memory, sent = first.counted()
-        rows.append({"system": system, "bytes": memory, "sent_bytes": sent, "make": make})
-    return rows
-
-
-def _peer_rows(
-    args: argparse.Namespace,
-    dtype: torch.dtype,
-    data: list[torch.Tensor],
-    known: dict[str, Maker],
-    sizes: tuple[int, int],
-) -> list[dict[str, Any]]:
-    """The peers, made once: they share the groups of their mesh."""
-    rows = []
-    for name, maker in known.items():
-        if len(data) > 1 or "whole" not in name:  # with one micro-batch gradients are whole nowhere
-            step = maker(args.model, dtype, data)
+    mesh, kind, data = ranks.mesh, getattr(torch, dtype), batches(micro_batches, 2, 64)
+    sizes = (
+        mesh.shape[0],
+        math.prod(mesh.shape[1:]),
+    )  # peers know two levels: what a slow link is before, and the rest
+    makers: dict[str, Callable[[], Step]] = {}
+    rows: list[dict[str, Any]] = []
+    for system in (name for name in ours(mesh.ndim, kind) if re.search(only, name)):
+        make = makers[system] = partial(our_step, model, kind, data, system=system, mesh=mesh)
+        memory, sent = counted(make())
+        rows.append({"system": system, "bytes": memory, "sent_bytes": sent})
+    for system, maker in peers(sizes).items() if known else ():
+        whole = "whole" in system and micro_batches == 1  # with one micro-batch gradients are whole nowhere
+        if re.search(only, system) and not re.search(skip or "^$", system) and not whole:
+            step = maker(model, kind, data)
             step()  # DDP makes its buckets anew after the first
-            memory = peer_bytes(name, args.model, dtype.itemsize, sizes)
-            rows.append({"system": name, "bytes": memory, "make": lambda step=step: step})
+            makers[system] = lambda step=step: step
+            rows.append({"system": system, "bytes": peer_bytes(system, model, kind.itemsize, sizes)})
+    mine = {row["system"] for row in rows if "sent_bytes" in row}
+    turns = {system: partial(_second, make, system in mine) for system, make in makers.items()}
+    times = in_turns(turns, rounds, warm_up=0)
+    for row in rows:
+        found = times[row["system"]]
+        row |= {"step_s": round(statistics.median(found), 4), "all_s": [round(value, 4) for value in found]}
     return rows
 
 
-def _second(make: Callable[[], Step]) -> float:
+def _second(make: Callable[[], Any], ours: bool) -> float:
     """Seconds of the second of two steps, which pays for what the first has left under way."""
     step = make()
     step()
     seconds = timed(step)
-    if isinstance(step, Ours):
-        step.settle()
+    if ours:
+        engine_of(step.model).at_rest()
     dist.barrier()
     return seconds
 
@@ -246,7 +203,7 @@ def compare(rows: Sequence[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
     unit = next((row["bytes"] for row in rows if row["system"] == "FSDP2"), 0)
     lossless = [row for row in rows if is_lossless(row)]
     found = []
-    for cap in (*CAPS, math.inf) if unit else ():
+    for cap in (*CURVE, math.inf) if unit else ():
         fitting = [row for row in lossless if row["bytes"] <= cap * unit]
         compared = [fastest_pair(fitting, dtype, masters=masters) for masters in (True, False)]
         worst = min((pair for pair in compared if pair), key=lambda p: p[1]["step_s"] / p[0]["step_s"], default=None)
@@ -273,39 +230,21 @@ def main() -> None:
     options.add_argument("--skip", default="", help="peers whose name this regular expression finds")
     options.add_argument("--only", default="", help="systems, ours too, whose name this regular expression finds")
     options.add_argument("--ours", action="store_true", help="without the peers")
-    options.add_argument("--shape", type=int, nargs="+", help=argparse.SUPPRESS)
     args = options.parse_args()
-    if args.shape:
-        rank_program(args)
-        return
     print(
         f"DeepSpeed {installed()} takes part" if installed() else "DeepSpeed is not installed: without it", flush=True
     )
-    tree = Tree.parse(args.tree)
-    command = [sys.executable, "-m", "benchmarks.shaped", *sys.argv[1:], "--shape", *map(str, shape_of(args.tree))]
-    with Lab(tree) as lab:
-        lab.run(command, check=True, timeout_s=7200, on_line=partial(_collect, args))
-
-
-def _collect(args: argparse.Namespace, rank: int, stream: str, line: str) -> None:
-    if rank != 0 or not line.startswith("{"):
-        return
-    cell = {"tree": args.tree, **json.loads(line)}
-    cell["under_caps"] = compare(cell["rows"], cell["dtype"])
-    for row in sorted(cell["rows"], key=lambda row: row["step_s"]):
-        print(f"{row['step_s']:8.3f} s {row['bytes'] / 1e6:7.1f} MB  {row['system']}")
-    for entry in cell["under_caps"]:
-        print(entry, flush=True)
-    if args.out:
-        held = json.loads(args.out.read_text()) if args.out.exists() else {"cells": []}
-        here = read_setting()
-        cell |= {"model": args.model, "rounds": args.rounds} | {name: here.pop(name) for name in ("at", "load_average")}
-        for one in held["cells"]:
-            one.setdefault("model", held["setting"].get("model"))  # of all of them, before each had its own
-        held["setting"] = here
-        same = ("tree", "dtype", "micro_batches", "model")
-        held["cells"] = [one for one in held["cells"] if any(one.get(key) != cell[key] for key in same)] + [cell]
-        args.out.write_text(json.dumps(held, indent=1) + "\n")
+    how = {"model": args.model, "rounds": args.rounds, "skip": args.skip, "only": args.only, "known": not args.ours}
+    for dtype, micro_batches in product(args.dtypes, args.micro_batches):
+        case = {"tree": args.tree, "dtype": dtype, "micro_batches": micro_batches, "model": args.model}
+        given = how | {"dtype": dtype, "micro_batches": micro_batches}
+        rows = on_ranks("benchmarks.shaped:run", mesh_of(args.tree), tree=args.tree, **given)
+        under_caps = compare(rows, dtype)
+        for row in sorted(rows, key=lambda row: row["step_s"]):
+            print(f"{row['step_s']:8.3f} s {row['bytes'] / 1e6:7.1f} MB  {row['system']}")
+        for entry in under_caps:
+            print(entry, flush=True)
+        add(args.out, "cells", case | {"rounds": args.rounds, "rows": rows, "under_caps": under_caps}, [*case])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Tables of the measurements of `shaped.py`.
 
-    python benchmarks/shaped_table.py benchmarks/results/shaped.json > benchmarks/results/shaped.md
+    python -m benchmarks.shaped_table benchmarks/results/shaped.json > benchmarks/results/shaped.md
 
 The lower bound of a lossless step is the longer of two times: the same strategy's step where no link is shaped (its
 computation, and the processor time of moving the same bytes), and the bytes of the busiest link over its rate.
@@ -23,6 +23,8 @@ Row = dict[str, Any]
 NAMES = ("node", "cluster", "region")
 CAPS = (1.3, 1.6, 1.9)
 CURVE = (1.0, 1.3, 1.6, 1.9, 2.5, 4.0)
+"""Caps on memory, in times of FSDP2's."""
+
 MIN_PAIRS = 8
 """Rounds from which on a cell is shown in pairs: it has a few systems, many times, where others have all of them."""
 
@@ -36,10 +38,15 @@ def shape_of(tree: str) -> tuple[int, ...]:
     return (*(level.size for level in parsed.levels), *([parsed.ranks_per_leaf] * (parsed.ranks_per_leaf > 1)))
 
 
+def mesh_of(tree: str) -> dict[str, int]:
+    """The axes, outermost first."""
+    shape = shape_of(tree)
+    return dict(zip(NAMES[: len(shape)][::-1], shape, strict=True))
+
+
 def link_seconds(tree: str, sent_bytes: dict[str, int]) -> float:
     """Seconds of the busiest link, given the bytes per axis: a link carries all bytes that ranks below it send out."""
-    shape = shape_of(tree)
-    names = NAMES[: len(shape)][::-1]
+    names, shape = zip(*mesh_of(tree).items(), strict=True)
     seconds = 0.0
     for depth, level in enumerate(Tree.parse(tree).levels):
         if level.rate_bytes_per_s is not None:
