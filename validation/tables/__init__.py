@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from validation.row import Row
 from validation.tables.amsp import amsp_layout_rows, amsp_mfu_rows, amsp_rows
 from validation.tables.bridge import bridge_rows, symmetric_rows
-from validation.tables.cut import collective_rows, context_rows, galvatron_cut_rows, internevo_cut_rows
+from validation.tables.cut import collective_rows, context_rows
 from validation.tables.fsdp import foundry_rows, torchtitan_rows
 from validation.tables.memory import galvatron_rows, internevo_rows
 from validation.tables.ratios import frontier_rows, paro_rows, zeropp_rows
@@ -25,8 +26,8 @@ SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
     "galvatron": galvatron_rows,
     "torchtitan-cp": context_rows,
     "cut-collectives": collective_rows,
-    "internevo-cut": internevo_cut_rows,
-    "galvatron-cut": galvatron_cut_rows,
+    "internevo-cut": partial(internevo_rows, cut=True),
+    "galvatron-cut": partial(galvatron_rows, cut=True),
     "bridge": bridge_rows,
     "symmetric": symmetric_rows,
 }

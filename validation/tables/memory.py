@@ -1,4 +1,4 @@
-"""Published peak memory: InternEvo on A800, Galvatron's per-layer profile on A100."""
+"""Published peak memory: InternEvo on A800, Galvatron's per-layer profile on A100; sharded alone, and with tp or pp."""
 
 from __future__ import annotations
 
@@ -11,124 +11,147 @@ from validation.allocated import AllocatedPeak
 from validation.assumptions import assumed
 from validation.row import Row, predicted_row, published
 from zeromesh.cluster import preset as cluster_preset
-from zeromesh.model import ModelSpec, Recomputation, UnitKind
+from zeromesh.model import Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
+from zeromesh.model.presets import preset_shape
 from zeromesh.model.shape import EAGER, FUSED, MEGATRON, Kernels
-from zeromesh.parallel import WHOLE, Parallel
+from zeromesh.model.transformer import build
+from zeromesh.parallel import Parallel
 from zeromesh.simulator import ENGINES, FixedWorkload, simulate
+from zeromesh.simulator.division import Division, Part
 
 INTERNEVO, GALVATRON = "InternEvo memory", "Galvatron memory"
+CUT = ", tp and pp"
+"""The rows with tp or pp are tables of their own."""
 
 _KERNELS = {"fused": FUSED, "eager": EAGER, "megatron": MEGATRON}
 _MEBIBYTE = 2**20
+_FP32_STATES = 16  # parameter, gradient and two moments
+_QUANTITIES = {"ms": "model state", "act": "activations", "act_peak": "activations at the peak"}
 
 
-def internevo_rows() -> Iterator[Row]:
-    """Peak memory of the rows with FSDP alone; the others are a table of their own."""
+def internevo_rows(*, cut: bool = False) -> Iterator[Row]:
+    """Peak memory of a step."""
     for entry in published("internevo_memory_a800"):
-        if (entry["tp"], entry["pp"]) != ("1", "1"):
+        tp, pp = int(entry["tp"]), int(entry["pp"])
+        if (tp * pp > 1) != cut:
             continue
         row = Row(
-            table=INTERNEVO,
-            label=f"{entry['model']}, {entry['gpus']} GPUs, fsdp {entry['fsdp']}",
+            table=INTERNEVO + CUT * cut,
+            label=f"{entry['model']}, {entry['gpus']} GPUs, {f'tp {tp}, pp {pp}, ' * cut}fsdp {entry['fsdp']}",
             group=entry["model"],
             unit="GB",
             measured=float(entry["gpu_memory_GB"]),
+            excluded="fewer micro-batches than ranks in the pipeline" if pp > int(entry["micro_num"]) else "",
         )
-        choices = product(
-            assumed("internevo", "step_bytes").choices,
-            assumed("internevo", "kernels").choices,
-            assumed("internevo", "seq_len").choices,
-        )
-        yield predicted_row(row, [internevo_gb(entry, *choice) for choice in choices])
+        if not row.in_scope:
+            yield row
+            continue
+        names = ("step_bytes", "kernels", "seq_len", *["sequence_parallel"] * cut)
+        choices = product(*(assumed("internevo", name).choices for name in names))
+        yield predicted_row(row, [_internevo_gb(entry, *choice) for choice in choices])
 
 
-def internevo_gb(
-    entry: dict[str, str], step_bytes: str, kernels: str, length: str, *, parallel: Parallel = WHOLE
-) -> float:
+def _internevo_gb(entry: dict[str, str], step_bytes: str, kernels: str, length: str, along: str = "no") -> float:
     """Peak of a row with one choice of what it leaves open."""
-    seq_len = int(length)
-    gpus = int(entry["gpus"])
+    seq_len, gpus, tp, pp = int(length), int(entry["gpus"]), int(entry["tp"]), int(entry["pp"])
     model = model_preset(f"internlm-{entry['model'].lower()}", kernels=_KERNELS[kernels])
     workload = FixedWorkload(
         seq_len=seq_len,
-        global_batch_tokens=seq_len
-        * gpus
-        // (parallel.tp * parallel.pp)
-        * int(entry["micro_bsz"])
-        * int(entry["micro_num"]),
+        global_batch_tokens=seq_len * gpus // (tp * pp) * int(entry["micro_bsz"]) * int(entry["micro_num"]),
         micro_batch=int(entry["micro_bsz"]),
         recomputation=Recomputation.FULL,
         grad_dtype="bf16",
-        parallel=parallel,
+        parallel=Parallel(tp=tp, pp=pp, sequence_parallel=along == "yes"),
     )
     engine = replace(ENGINES["fsdp"], step_bytes=float(step_bytes))
     cluster = cluster_preset("a800-8x-hdr").take(gpus)
     return simulate(model, cluster, "zero3", workload, engine=engine).memory.total / 1e9
 
 
-def galvatron_rows() -> Iterator[Row]:
-    """Model state and activations of one and two layers, data parallel and sharded over 8 GPUs, one sequence each."""
+def galvatron_rows(*, cut: bool = False) -> Iterator[Row]:
+    """Model state and activations of Llama's layers, 8 sequences on 8 GPUs."""
     for entry in published("galvatron_llama2_7b_memory_profile"):
-        strategy, key, measured = entry["strategy(pp_tp_dp...)"], entry["key"], float(entry["value"])
-        match = re.fullmatch(r"layernum\[(\d)\]_bsz8_seq2048_rank(\d)_(ms|act|act_peak)", key)
-        if match is not None and strategy in ("1_1_8_sp", "1_1_8_c_sp"):
-            full = strategy == "1_1_8_c_sp"
-            what = {"ms": "model state", "act": "activations", "act_peak": "activations at the peak"}[match[3]]
-            label = f"{what}, {match[1]} layer(s), rank {match[2]}{', recomputation' if full else ''}"
-            predictions = _galvatron_mib(int(match[1]), match[3], Recomputation.FULL if full else Recomputation.NONE)
-        elif strategy.endswith("tp_activation_per_bsz_dict") and key in ("1", "checkpoint"):
-            label = f"activations of one layer and sequence{', recomputation' if key == 'checkpoint' else ''}"
-            predictions = _layer_mib(Recomputation.FULL if key == "checkpoint" else Recomputation.NONE)
+        strategy, key, second = entry["strategy(pp_tp_dp...)"], entry["key"], "seqlen2048" in entry["file"]
+        whole = re.fullmatch(r"layernum\[(\d)\]_bsz8_seq2048_rank(\d)_(ms|act|act_peak)", key)
+        degrees = re.fullmatch(r"(\d)_(\d)_\d_(vtp_|c_)?sp", strategy)
+        excluded = "other values for the keys of the first file: another revision" if second and not cut else ""
+        if whole is not None and degrees is not None:
+            pp, tp, layers, full = int(degrees[1]), int(degrees[2]), int(whole[1]), degrees[3] == "c_"
+            label = f"{_QUANTITIES[whole[3]]}, {layers} layer(s), {f'tp {tp}, pp {pp}, ' * cut}rank {whole[2]}"
+            if tp > 1 and not degrees[3]:
+                label += ", embedding and head whole"
+                excluded = "embedding and head are not cut as the layers are"
+            elif pp > 1 and whole[3] == "act_peak":
+                excluded = "the run's micro-batches are not stated"
+        elif strategy.endswith("tp_activation_per_bsz_dict"):
+            pp, tp, layers, full = 1, 1 if key == "checkpoint" else int(key), 0, key == "checkpoint"
+            label = f"activations of one layer and sequence{f', tp {tp}' * cut}"
         else:
             continue
-        second = "seqlen2048" in entry["file"]
+        if (tp * pp > 1) != cut:
+            continue
+        label += ", recomputation" * full
         row = Row(
-            table=GALVATRON,
-            label=label + (" (second file)" if second else ""),
+            table=GALVATRON + CUT * cut,
+            label=label + " (second file)" * (second and not cut),
             group=label.split(",")[0],
             unit="MiB",
-            measured=measured,
-            excluded="other values for the keys of the first file: another revision" if second else "",
+            measured=float(entry["value"]),
+            excluded=excluded,
         )
-        yield predicted_row(row, predictions)
+        if cut and excluded:
+            yield row
+            continue
+        recomputation = Recomputation.FULL if full else Recomputation.NONE
+        if whole is None:
+            yield predicted_row(row, _layer_mib(tp, recomputation))
+        else:
+            parallel = Parallel(tp=tp, pp=pp)
+            last = whole[2] == "7"
+            yield predicted_row(row, _galvatron_mib(parallel, layers, whole[3], recomputation, last=last))
 
 
-def _galvatron_mib(layers: int, what: str, recomputation: Recomputation) -> list[float]:
+def _galvatron_mib(
+    parallel: Parallel, layers: int, what: str, recomputation: Recomputation, *, last: bool
+) -> list[float]:
+    world = 8 // (parallel.pp * parallel.tp)
     if what == "ms":
-        workload = FixedWorkload(seq_len=2048, global_batch_tokens=2048 * 8, param_dtype="fp32")
-        cluster = cluster_preset("a100-8x-hdr").take(8)
-        memory = simulate(_layers(layers, FUSED), cluster, "zero3", workload, engine="fsdp").memory
-        return [(memory.params + memory.grads + memory.optimizer) / _MEBIBYTE]
-    if what == "act":
-        return [
-            seq_len * _layers(layers, kernels).saved_activation_bytes(seq_len, recomputation) / _MEBIBYTE
-            for seq_len, kernels in galvatron_choices()
-        ]
-    return [
-        AllocatedPeak(
-            model=_layers(layers, kernels), world=8, tokens=seq_len, seq_len=seq_len, recomputation=recomputation
-        ).above_backward_end()
-        / _MEBIBYTE
-        for seq_len, kernels in galvatron_choices()
-    ]
-
-
-def _layer_mib(recomputation: Recomputation) -> list[float]:
+        state = _FP32_STATES * _part(layers, parallel, 2048, FUSED, last=last).model.num_params / world
+        # With sequence parallelism Megatron keeps the buffer of a gathered input, one for all layers, from the first
+        # one on: get_global_memory_buffer().get_tensor(..., "mpu") of megatron/core/tensor_parallel/layers.py.
+        lengths = [int(seq_len) for seq_len in assumed("galvatron", "seq_len").choices]
+        hidden = preset_shape("llama2-7b").hidden if parallel.tp > 1 else 0
+        return [(state + 8 // world * seq_len * 2 * hidden) / _MEBIBYTE for seq_len in lengths]
     predictions = []
-    for seq_len, kernels in galvatron_choices():
-        block = next(u for u in _layers(1, kernels).units if u.kind is UnitKind.BLOCK)
+    for seq_len, kernels in _galvatron_choices():
+        part, tokens = _part(layers, parallel, seq_len, kernels, last=last), 8 // world * seq_len
+        if what == "act":
+            found = tokens * part.model.saved_activation_bytes(seq_len, recomputation)
+        else:
+            found = AllocatedPeak(
+                model=part.model, world=world, tokens=tokens, seq_len=seq_len, recomputation=recomputation
+            ).above_backward_end()
+        predictions.append(found / _MEBIBYTE)
+    return predictions
+
+
+def _layer_mib(tp: int, recomputation: Recomputation) -> list[float]:
+    predictions = []
+    for seq_len, kernels in _galvatron_choices():
+        units = _part(1, Parallel(tp=tp), seq_len, kernels, last=True).model.units
+        block = next(unit for unit in units if unit.kind is UnitKind.BLOCK)
         predictions.append(seq_len * block.saved_bytes(seq_len, recomputation) / _MEBIBYTE)
     return predictions
 
 
-def galvatron_choices() -> list[tuple[int, Kernels]]:
+def _galvatron_choices() -> list[tuple[int, Kernels]]:
     """The choices that the profile leaves open."""
     choices = product(assumed("galvatron", "seq_len").choices, assumed("galvatron", "kernels").choices)
     return [(int(seq_len), _KERNELS[kernels]) for seq_len, kernels in choices]
 
 
-def _layers(count: int, kernels: Kernels) -> ModelSpec:
-    model = model_preset("llama2-7b", kernels=kernels)
-    units = tuple(replace(u, count=count) if u.kind is UnitKind.BLOCK else u for u in model.units)
-    return replace(model, units=units)
+def _part(layers: int, parallel: Parallel, seq_len: int, kernels: Kernels, *, last: bool) -> Part:
+    """The part of Llama 2 with so many layers that the first or last pipeline rank holds."""
+    model = build(replace(preset_shape("llama2-7b"), layers=layers), kernels=kernels)
+    return Division.of(model, cluster_preset("a100-8x-hdr").take(8), parallel, seq_len=seq_len).parts[-1 if last else 0]
