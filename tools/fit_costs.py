@@ -94,6 +94,11 @@ def ranges(constants: Constants) -> dict[str, Span]:
         "at most, on A100, H100, MI210 and MI250 (arXiv 2507.03114), less what memory accounts for in a Llama of 7B",
     )
     found["node_passes"] = 2.0, 3.0, "what is only stored and read back, and the user's data too (NVIDIA/nccl#1428)"
+    found["host_memory_bytes_per_s"] = (
+        20e9,
+        270e9,
+        "reports of steps on the host, of one socket without fused kernels and of two with twelve channels each",
+    )
     found["host_issue_s"] = 0.0, 1e-3, "none seen, and what a unit's pre-forward takes in FSDP2 (pytorch#173680)"
     return found
 
@@ -464,6 +469,12 @@ def cited() -> dict[str, Entry]:
             "assumed",
             "no engine's on a GPU is known; the collective's call alone: 76 us (pytorch#102434)",
         ),
+        "host_copy_bytes_per_s": (
+            25e9,
+            "cited",
+            "PCIe 4.0 x16 in one direction: 32 GB/s nominal, 25 from pinned memory",
+        ),
+        "host_memory_bytes_per_s": (50e9, "assumed", "one socket's memory as fused AdamW on a CPU reaches it"),
         "host_ahead_s": (4.5e-3, "cited", "about 1000 launches are queued, of 4 to 5 us each (stackoverflow 53970187)"),
         "context_bytes": (
             0.75e9,
