@@ -26,13 +26,11 @@ class LinkBytes:
         sent_bytes: from below to above: out of the node, package or leaf that the link is named after.
         received_bytes: from above to below.
         sent_packets: frames behind `sent_bytes`, joined segments counted once.
-        received_packets: frames behind `received_bytes`.
     """
 
     sent_bytes: int = 0
     received_bytes: int = 0
     sent_packets: int = 0
-    received_packets: int = 0
 
     @property
     def sent_payload_bytes(self) -> int:
@@ -86,5 +84,4 @@ def _link_bytes(upper_end: Mapping[str, Mapping[str, int]]) -> LinkBytes:
         sent_bytes=sent["bytes"],
         received_bytes=received["bytes"],
         sent_packets=sent["packets"],
-        received_packets=received["packets"],
     )
