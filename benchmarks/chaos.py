@@ -28,6 +28,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -248,13 +249,8 @@ def soak(
         outcome.seconds = round(time.monotonic() - started, 1)
         report(outcome)
 
-    calm = _Job(
-        directory=directory / "calm",
-        steps=steps,
-        generator=random.Random(seed),
-        delay_s=0.0,
-        outcome=Outcome(asked=0),
-    )
+    make = partial(_Job, steps=steps, generator=random.Random(seed))
+    calm = make(directory=directory / "calm", delay_s=0.0, outcome=Outcome(asked=0))
     calm.directory.mkdir()
     calm.run(0)
     expected = _digests(calm.directory)
@@ -262,13 +258,7 @@ def soak(
     delay_s = ((calm.directory / "announced").stat().st_mtime - (calm.directory / "resumed-0").stat().st_mtime) / 3
     try:
         while outcome.kills < kills:
-            job = _Job(
-                directory=directory / f"job-{outcome.jobs}",
-                steps=steps,
-                generator=calm.generator,
-                delay_s=delay_s,
-                outcome=outcome,
-            )
+            job = make(directory=directory / f"job-{outcome.jobs}", delay_s=delay_s, outcome=outcome)
             job.directory.mkdir()
             job.run(min(kills_a_job, kills - outcome.kills), tell)
             if _digests(job.directory) != expected:

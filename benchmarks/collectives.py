@@ -21,7 +21,8 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,27 +47,17 @@ SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_te
 """torch's own, under their newer names where it has them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """One candidate at one size; times in seconds, size of the whole region."""
+Result = dict[str, Any]
+"""One candidate at one size; times in seconds, size of the whole region."""
 
-    operation: str
-    candidate: str
-    world: int
-    dtype: str
-    region_bytes: int
-    median_s: float
-    best_s: float
-    cpu_s: float
-    spread: float
 
-    def __str__(self) -> str:
-        rate = self.region_bytes * (self.world - 1) / self.world / self.median_s / 1e6
-        return (
-            f"{self.operation:15}{self.candidate:11}{self.dtype:5}{self.region_bytes / 2**20:9.3f} MiB "
-            f"{self.median_s * 1e3:9.2f} ms (best {self.best_s * 1e3:8.2f}, +-{self.spread * 100:3.0f} %) "
-            f"cpu {self.cpu_s * 1e3:8.2f} ms {rate:8.0f} MB/s"
-        )
+def shown(result: Result) -> str:
+    region, median_s, world = (result[name] for name in ("region_bytes", "median_s", "world"))
+    return (
+        f"{result['operation']:15}{result['candidate']:11}{result['dtype']:5}{region / 2**20:9.3f} MiB "
+        f"{median_s * 1e3:9.2f} ms (best {result['best_s'] * 1e3:8.2f}, +-{result['spread'] * 100:3.0f} %) "
+        f"cpu {result['cpu_s'] * 1e3:8.2f} ms {region * (world - 1) / world / median_s / 1e6:8.0f} MB/s"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,17 +91,11 @@ class Line:
         }
         for bits in (8, 4):
             form = QuantFormat(bits=bits)
-            calls |= self._quantised(form, str(form), workspace, summed)
+            calls["all_gather", str(form)] = partial(all_gather, region, group, form, workspace=workspace)
+            calls["reduce_scatter", str(form)] = partial(
+                reduce_scatter, region, summed, group, form, workspace=workspace
+            )
         return calls
-
-    def _quantised(
-        self, form: QuantFormat, name: str, workspace: torch.Tensor, summed: torch.Tensor
-    ) -> dict[tuple[str, str], Call]:
-        group, region = self.group, self.region
-        return {
-            ("all_gather", name): lambda: all_gather(region, group, form, workspace=workspace),
-            ("reduce_scatter", name): lambda: reduce_scatter(region, summed, group, form, workspace=workspace),
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,31 +218,31 @@ def measure(buffers: Line | Levels, dtype: str, repeats: int, only: str) -> list
 
 def _result(key: tuple[str, str], dtype: str, region_bytes: int, walls: list[float], cpus: list[float]) -> Result:
     low, median, high = statistics.quantiles(walls, n=4)
-    return Result(
-        operation=key[0],
-        candidate=key[1],
-        world=dist.get_world_size(),
-        dtype=dtype,
-        region_bytes=region_bytes,
-        median_s=median,
-        best_s=min(walls),
-        cpu_s=statistics.median(cpus),
-        spread=(high - low) / 2 / median,
-    )
+    return {
+        "operation": key[0],
+        "candidate": key[1],
+        "world": dist.get_world_size(),
+        "dtype": dtype,
+        "region_bytes": region_bytes,
+        "median_s": median,
+        "best_s": min(walls),
+        "cpu_s": statistics.median(cpus),
+        "spread": (high - low) / 2 / median,
+    }
 
 
-def run(ranks: Ranks, **given: Any) -> list[dict[str, Any]]:
-    """A task of all ranks: results as dictionaries."""
+def run(ranks: Ranks, **given: Any) -> list[Result]:
+    """A task of all ranks."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*")
     arguments, world = argparse.Namespace(**given), ranks.world
     make = _make_line(world) if arguments.nodes == 1 else _make_levels(world, arguments.nodes)
-    found: list[dict[str, Any]] = []
+    found: list[Result] = []
     for dtype in arguments.dtypes:
         for size in arguments.sizes:
             numel = int(parse_bytes(size)) // DTYPES[dtype].itemsize // world * world
             buffers = make(torch.zeros(numel, dtype=DTYPES[dtype]))
-            found += map(asdict, measure(buffers, dtype, arguments.repeats, arguments.only))
+            found += measure(buffers, dtype, arguments.repeats, arguments.only)
     return found
 
 
@@ -288,7 +273,7 @@ def main() -> None:
     parsed = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", parsed.world))
     for result in on_ranks("benchmarks.collectives:run", {"line": world}, **vars(parsed)) or ():
-        print(json.dumps(result) if parsed.json else Result(**result))
+        print(json.dumps(result) if parsed.json else shown(result))
 
 
 if __name__ == "__main__":
