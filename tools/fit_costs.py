@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from zeromesh.cluster import Cluster, Device, Level, preset, preset_names
 from zeromesh.cost import Group, collective_cost, memory_passes, slowdown, taken_share
 from zeromesh.cost.compute import ComputeModel
@@ -372,21 +374,8 @@ def _communication(cluster: Cluster, model: ModelSpec, reduce_bytes: int, device
 
 
 def _least_squares(design: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
-    """Solves the normal equations by Gaussian elimination; the problems here have two or three unknowns."""
-    size = len(design[0])
-    matrix = [
-        [sum(row[i] * row[j] for row in design) for j in range(size)]
-        + [sum(row[i] * t for row, t in zip(design, target, strict=True))]
-        for i in range(size)
-    ]
-    for i in range(size):
-        pivot = max(range(i, size), key=lambda r: abs(matrix[r][i]))
-        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
-        for r in range(size):
-            if r != i:
-                factor = matrix[r][i] / matrix[i][i]
-                matrix[r] = [a - factor * b for a, b in zip(matrix[r], matrix[i], strict=True)]
-    return [matrix[i][size] / matrix[i][i] for i in range(size)]
+    found: list[float] = np.linalg.lstsq(np.array(design), np.array(target))[0].tolist()
+    return found
 
 
 def nelder_mead(error: Callable[[Sequence[float]], float], start: Sequence[float], rounds: int = 800) -> list[float]:

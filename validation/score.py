@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import correlation, median
+
+import numpy as np
 
 from validation.row import Row
 
@@ -80,15 +82,15 @@ class Score:
 def score(table: str, rows: Sequence[Row]) -> Score:
     """The score of `table`'s rows."""
     counted = [row for row in rows if row.in_scope and not row.fitted]
-    errors = sorted(abs(row.error) for row in counted)
+    errors = [abs(row.error) for row in counted]
     return Score(
         table=table,
         count=len(counted),
         fitted=sum(row.fitted for row in rows),
         excluded=sum(not row.in_scope for row in rows),
         median=median(errors),
-        p90=percentile(errors, 0.9),
-        worst=errors[-1],
+        p90=float(np.quantile(errors, 0.9)),
+        worst=max(errors),
         rank=spearman([r.measured for r in counted], [r.predicted or 0.0 for r in counted]),
         winners=_winners(counted),
         in_range=sum((r.low or 0) <= r.measured <= (r.high or 0) for r in counted),
@@ -100,27 +102,15 @@ def score_tables(rows: Sequence[Row]) -> list[Score]:
     return [score(table, [row for row in rows if row.table == table]) for table in dict.fromkeys(r.table for r in rows)]
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value below which `share` of `ordered` lies, by linear interpolation."""
-    position = share * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
-
-
 def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
     """Pearson's correlation of the ranks, ties sharing theirs; None for fewer than three values or no spread.
 
     >>> spearman([1, 2, 3], [10, 20, 40])
     1.0
     """
-    if len(one) < 3:
+    if len(one) < 3 or 1 in (len({*one}), len({*other})):
         return None
-    a, b = _ranks(one), _ranks(other)
-    mean = (len(one) - 1) / 2
-    covariance = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
-    spread = sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b)
-    return covariance / spread**0.5 if spread else None
+    return correlation(_ranks(one), _ranks(other))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

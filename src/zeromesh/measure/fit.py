@@ -102,9 +102,7 @@ def fit(timings: Mapping[int, Sequence[float]]) -> Fit:
 def _through(medians: Mapping[int, float]) -> Line:
     """The rate of least squares, which the longest messages decide; the latency that the shortest ones then leave."""
     points = sorted(medians.items())
-    mean_x = statistics.mean(x for x, _ in points)
-    mean_y = statistics.mean(y for _, y in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    slope = statistics.linear_regression(*zip(*points, strict=True)).slope
     (_, fastest), (longest, slowest) = points[0], points[-1]
     if slope <= 0:
         slope = max(slowest - fastest, 1e-3 * slowest) / longest
