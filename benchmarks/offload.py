@@ -15,9 +15,7 @@ ours.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,7 +29,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import zeromesh as zm
 from benchmarks.harness import in_lab, parser, save
-from benchmarks.overlap import FLOPS_PER_BYTE, LAYERS, PARAMETERS, TOKENS, Step, make_model, rank_program, training_step
+from benchmarks.overlap import (
+    FLOPS_PER_BYTE,
+    LAYERS,
+    PARAMETERS,
+    TOKENS,
+    Step,
+    make_model,
+    medians,
+    rank_program,
+    training_step,
+)
 from lab import Lab
 from zeromesh import simdev
 from zeromesh.engine.api import engine_of
@@ -105,15 +113,7 @@ def measure(make: Callable[[], tuple[nn.Module, Step]], steps: int) -> dict[str,
     if not isinstance(model, torch.distributed.fsdp.FSDPModule):
         engine_of(model).at_rest()
     torch.accelerator.synchronize()
-    spans = [first.elapsed_time(second) / 1e3 for first, second in itertools.pairwise(events)][5:]
-    phases = {kind: statistics.median(spans[index::3]) for index, kind in enumerate(("forward", "backward", "end"))}
-    whole = [sum(spans[index : index + 3]) for index in range(0, 3 * steps, 3)]
-    rounded = {kind: round(seconds, 6) for kind, seconds in phases.items()}
-    return {
-        "step_s": round(statistics.median(whole), 6),
-        "steps_s": [round(each, 6) for each in whole],
-        "phases": rounded,
-    }
+    return medians(events, 1, first=2)
 
 
 def judge(ratio: float, rows: list[dict[str, Any]]) -> dict[str, Any]:

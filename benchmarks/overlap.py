@@ -219,29 +219,31 @@ def measure(make: Callable[[], tuple[nn.Module, Step]], cell: Cell, args: argpar
     count = args.steps if longest < LONG_S else 1
     simdev.reset_peak_memory()
     events, began, took = list[torch.Event](), time.perf_counter(), -processor_s()
-    ends = []
     for _ in range(1 + count):
         step(events)
-        ends.append(len(events) - 1)
     at_rest(model, args.gate)
     took += processor_s()
     wall_s = time.perf_counter() - began
-    spans = [first.elapsed_time(second) / 1e3 for first, second in itertools.pairwise(events)]
-    timed = [spans[first:last] for first, last in itertools.pairwise(ends)]
-    kinds = itertools.cycle([*["forward", "backward"] * cell.micro_batches, "end"])
-    phases = dict.fromkeys(("forward", "backward", "end"), 0.0)
-    for kind, seconds in zip(kinds, itertools.chain(*timed), strict=False):
-        phases[kind] += seconds / len(timed)
     total = torch.tensor(took)
     dist.all_reduce(total)
-    steps = [sum(spans) for spans in timed]
-    return {
-        "step_s": round(statistics.median(steps), 4),
-        "steps_s": [round(seconds, 4) for seconds in steps],
-        "phases": {kind: round(seconds, 4) for kind, seconds in phases.items()},
+    return medians(events, cell.micro_batches, first=1) | {
         "bytes": simdev.memory_stats().peak_allocated_bytes - before,
         "busy": round(float(total) / wall_s / (os.cpu_count() or 1), 3),
         "wall_s": round(wall_s, 1),
+    }
+
+
+def medians(events: list[torch.Event], micro_batches: int, first: int) -> dict[str, Any]:
+    """Seconds of the steps that follow one another and of their phases, without so many first steps."""
+    spans = [one.elapsed_time(other) / 1e3 for one, other in itertools.pairwise(events)]
+    size = 2 * micro_batches + 1
+    steps = [spans[at : at + size] for at in range(first * size - 1, len(spans), size)]
+    phases = {"forward": slice(0, -1, 2), "backward": slice(1, -1, 2), "end": slice(-1, None)}
+    median = {kind: statistics.median(sum(step[part]) for step in steps) for kind, part in phases.items()}
+    return {
+        "step_s": round(statistics.median(map(sum, steps)), 6),
+        "steps_s": [round(sum(step), 6) for step in steps],
+        "phases": {kind: round(seconds, 6) for kind, seconds in median.items()},
     }
 
 
@@ -305,8 +307,7 @@ def run(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
                 )
 
         kept = [f"--{name}={getattr(args, name)}" for name in ("dilation", "steps", "only")]
-        own = [f"--launch-order={args.launch_order}", f"--rank-of={cell.name}", f"--gate={gate}"]
-        in_lab(lab, "overlap", *kept, *own, told=told)
+        in_lab(lab, "overlap", *kept, f"--rank-of={cell.name}", f"--gate={gate}", told=told)
     about = {"cell": cell.name, "dilation": cell.dilation, "micro_batches": cell.micro_batches}
     return about | {"computation_s": round(cell.computation_s, 4), "rows": rows}
 
@@ -409,7 +410,6 @@ def main() -> None:
     options.add_argument(
         "--dilation", type=float, default=1.0, help="of cells of 200 Mbit/s; others have five times that"
     )
-    options.add_argument("--launch-order", choices=("none", "implicit"), default="none")
     options.add_argument("--rank-of", help=argparse.SUPPRESS)
     options.add_argument("--gate", type=Path, help=argparse.SUPPRESS)
     args = options.parse_args()
@@ -417,7 +417,7 @@ def main() -> None:
     if args.rank_of:
         (cell,) = (cell for cell in cells if cell.name == args.rank_of)
         known = {name: make for name, make in systems(cell).items() if re.search(args.only, name)}
-        rank_program(cell.clock, known, simdev.launch_order(args.launch_order)(partial(measure, cell=cell, args=args)))
+        rank_program(cell.clock, known, partial(measure, cell=cell, args=args))
     found = held(args.out, "cells")
     began = time.monotonic()
     for cell in cells:
@@ -427,7 +427,7 @@ def main() -> None:
         if time.monotonic() - began > args.budget_s:
             break
         print(f"{cell.name} in {cell.tree}", flush=True)
-        row = run(cell, args) | {"launch_order": args.launch_order}
+        row = run(cell, args)
         found = add(args.out, "cells", row, ["cell"], lambda rows: {"summary": summary(rows)})
         print(f"{time.monotonic() - began:.0f} s, {judge(row)}", flush=True)
     print(table(found), summary(found), sep="\n\n")
