@@ -49,7 +49,9 @@ class Row:
 
 
 def predicted_row(row: Row, predictions: Sequence[float]) -> Row:
-    """`row` with its prediction: the first of `predictions`, the others spanning its range."""
+    """`row` with its prediction: the first of `predictions`, the others spanning its range. None: a row without."""
+    if not predictions:
+        return row
     return replace(row, predicted=predictions[0], low=min(predictions), high=max(predictions))
 
 

@@ -95,13 +95,10 @@ def amsp_rows() -> Iterator[Row]:
             measured=float(entry["tokens_per_s_per_gpu"]),
             excluded="throughput and MFU contradict each other" if "inconsistent" in entry["note"] else "",
         )
-        if not row.in_scope:
-            yield row
-            continue
         strategy = entry["strategy"].replace("[N/4]", "[*]")
         predictions = [
             amsp_step(size, gpus, strategy, _ENGINES[variant], micro_batches, kernels).tokens_per_s_per_device
-            for kernels in assumed("amsp", "kernels").choices
+            for kernels in (assumed("amsp", "kernels").choices if row.in_scope else ())
         ]
         yield predicted_row(row, predictions)
 

@@ -50,10 +50,7 @@ def bridge_rows() -> Iterator[Row]:
                 measured=float(figure),
                 excluded=_excluded(precision, entry),
             )
-            if not row.in_scope:
-                yield row
-                continue
-            choices = assumed("bridge", "recomputation").choices
+            choices = assumed("bridge", "recomputation").choices if row.in_scope else ()
             predictions = [_rate(tuple(entry.items()), _PRODUCTS[precision], choice) for choice in choices]
             yield predicted_row(row, predictions)
 

@@ -72,12 +72,9 @@ def torchtitan_rows() -> Iterator[Row]:
             measured=float(entry["tps_per_gpu"]),
             excluded=_titan_excluded(entry),
         )
-        if not row.in_scope:
-            yield row
-            continue
-        steps = [_titan_steps(entry, cluster) for cluster in _titan_clusters(entry)]
+        steps = [_titan_steps(entry, cluster) for cluster in _titan_clusters(entry)] if row.in_scope else []
         yield predicted_row(row, [_tokens_per_s(step) for step in steps])
-        if entry["memory_GiB"]:
+        if steps and entry["memory_GiB"]:
             memory = Row(
                 table=TORCHTITAN_MEMORY,
                 label=row.label,

@@ -44,11 +44,8 @@ def internevo_rows(*, cut: bool = False) -> Iterator[Row]:
             measured=float(entry["gpu_memory_GB"]),
             excluded="fewer micro-batches than ranks in the pipeline" if pp > int(entry["micro_num"]) else "",
         )
-        if not row.in_scope:
-            yield row
-            continue
         names = ("step_bytes", "kernels", "seq_len", *["sequence_parallel"] * cut)
-        choices = product(*(assumed("internevo", name).choices for name in names))
+        choices = product(*(assumed("internevo", name).choices for name in names)) if row.in_scope else ()
         yield predicted_row(row, [_internevo_gb(entry, *choice) for choice in choices])
 
 
@@ -100,15 +97,13 @@ def galvatron_rows(*, cut: bool = False) -> Iterator[Row]:
             measured=float(entry["value"]),
             excluded=excluded,
         )
+        recomputation = Recomputation.FULL if full else Recomputation.NONE
         if cut and excluded:
             yield row
-            continue
-        recomputation = Recomputation.FULL if full else Recomputation.NONE
-        if whole is None:
+        elif whole is None:
             yield predicted_row(row, _layer_mib(tp, recomputation))
         else:
-            parallel = Parallel(tp=tp, pp=pp)
-            last = whole[2] == "7"
+            parallel, last = Parallel(tp=tp, pp=pp), whole[2] == "7"
             yield predicted_row(row, _galvatron_mib(parallel, layers, whole[3], recomputation, last=last))
 
 
