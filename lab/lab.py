@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,6 +20,7 @@ from lab.registry import Registry
 from lab.shell import check_host, execute, execute_json
 from lab.tree import Place, Tree
 from zeromesh.errors import InputError
+from zeromesh.integrations.elastic import asked_by, noticing
 from zeromesh.launch.processes import Launch, OnLine, RankResult, raise_failed, run_ranks
 
 #: One command for all ranks, or a function from a rank's place to its command.
@@ -100,9 +99,13 @@ class Lab:
         """End all that runs in the lab and remove it; `with` does it. A second call does nothing."""
         # A forked child that leaves the `with` block by an exception must not take the lab from its owner.
         if self._owner_pid == os.getpid():
-            with _uninterrupted():
+            # Signals wait: a second one would end the removal half-way, and what is left is refused by the next lab.
+            with noticing(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 Registry().remove(self.name)
+                came = asked_by()
             self._owner_pid = None
+            if came:
+                signal.raise_signal(came)
 
     def run(
         self,
@@ -172,21 +175,3 @@ def unavailable_reason() -> str | None:
 
 def _command_at(command: RankCommand, place: Place) -> tuple[str, ...]:
     return tuple(command(place) if callable(command) else command)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Signals wait: a second one would end the removal of a lab half-way, and what is left is refused by the next."""
-    if threading.current_thread() is not threading.main_thread():  # where Python runs no handlers
-        yield
-        return
-    came: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {n: signal.signal(n, lambda number, _: came.append(number)) for n in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-        for signum in dict.fromkeys(came):
-            signal.raise_signal(signum)
