@@ -240,16 +240,12 @@ def peak_alone(side: str, setting: str, args: argparse.Namespace) -> dict[str, A
 
 def setting_of(args: argparse.Namespace) -> dict[str, Any]:
     on_gpu = args.device != "cpu"
-    return {
-        **read_setting(),
+    card = {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "cuda": torch.version.cuda if on_gpu else None,
-        "ranks": args.ranks,
-        "model": args.model,
-        "micro_batches": args.micro_batches,
-        "sequences": args.sequences,
-        "tokens": args.tokens,
     }
+    names = ("ranks", "model", "micro_batches", "sequences", "tokens")
+    return read_setting() | card | {name: getattr(args, name) for name in names}
 
 
 def arguments() -> argparse.Namespace:
