@@ -114,7 +114,7 @@ class Levels:
         own = region[self.whole.rank * shard : (self.whole.rank + 1) * shard]
         native = self.whole.gather.process_group
         workspace = torch.empty(workspace_bytes(self.whole), dtype=torch.uint8)
-        out, partial = torch.empty(shard), torch.empty(region.numel() - shard)
+        out, received, partial = torch.empty(shard), torch.empty_like(own), region.new_empty(region.numel() - shard)
 
         def scatter(collective: Callable[..., None]) -> Call:
             return lambda: collective(region, out, node, cluster, workspace=workspace)
@@ -124,8 +124,8 @@ class Levels:
             ("all_gather", "flat ring"): lambda: flat_gather(region, self.whole),
             ("all_gather", "two-level"): lambda: two_level_gather(region, node, cluster),
             ("all_gather", "ho_ring"): lambda: ho_ring_all_gather(region, node, cluster),
-            ("reduce_scatter", "torch"): lambda: SCATTER(out, region, group=native),
-            ("reduce_scatter", "flat ring"): lambda: flat_reduce(region, out, partial, self.whole),
+            ("reduce_scatter", "torch"): lambda: SCATTER(received, region, group=native),
+            ("reduce_scatter", "flat ring"): lambda: flat_reduce(region, received, partial, self.whole),
             ("reduce_scatter", "two-level"): scatter(two_level_reduce),
             ("reduce_scatter", "ho_ring"): scatter(ho_ring_reduce_scatter),
         }
