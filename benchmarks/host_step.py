@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +74,7 @@ def of_one_tensor() -> Callable[[], float]:
     numel = UNITS * TENSORS * SIZE**2
     flat, grad, first, second = (torch.randn(numel).abs() for _ in range(4))
     compute, count = torch.empty(numel, dtype=torch.bfloat16), torch.tensor(1.0)
-    options = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+    options: dict[str, Any] = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
 
     def step() -> float:
         began = time.perf_counter()

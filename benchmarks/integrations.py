@@ -164,7 +164,7 @@ def measure(_ranks: Ranks, *, strategy: str, rounds: int, steps: int) -> dict[st
         dist.barrier()
         return statistics.median(side(steps)[2:])
 
-    medians = in_turns({key: partial(turn, side) for key, side in sides.items()}, rounds)
+    medians: dict[Any, list[float]] = in_turns({key: partial(turn, side) for key, side in sides.items()}, rounds)
     found: dict[str, Any] = {"strategy": strategy, "ranks": RANKS}
     found["ms"] = {f"{kind} {name}": 1e3 * statistics.median(medians[name, kind]) for name, kind in sides}
     for name in LIBRARIES:

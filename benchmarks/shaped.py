@@ -112,7 +112,7 @@ def peers(sizes: tuple[int, int]) -> dict[str, Maker]:
 
 def peer_bytes(name: str, size: str, item: int, sizes: tuple[int, int]) -> int:
     """Bytes a rank of a peer: fp32 masters, gradients and two moments; `item` bytes of a gathered element."""
-    model = make_model(size)
+    model: Any = make_model(size)
     world, node = math.prod(sizes), sizes[1]
     whole = sum(p.numel() for p in model.parameters())
     block = sum(p.numel() for p in model.model.layers[0].parameters())
