@@ -37,7 +37,7 @@ from zeromesh.comm.transport import pieces
 from zeromesh.launch.ranks import Ranks
 from zeromesh.strategy import Layout
 from zeromesh.units import parse_bytes
-from zeromesh.wires import QuantFormat
+from zeromesh.wires.blocks import QuantFormat
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Call = Callable[[], object]

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from zeromesh.comm.transport import Messages, parts
 from zeromesh.measure.setting import read_setting
-from zeromesh.wires import QuantFormat
+from zeromesh.wires.blocks import QuantFormat
 from zeromesh.wires.blocks.quantiser import Quantiser
 from zeromesh.wires.target import Target
 

@@ -33,16 +33,19 @@ if TYPE_CHECKING:
     from zeromesh.owners.optimizer import by_owner
     from zeromesh.planner import Workload
     from zeromesh.rehearsal.own import rehearse
-    from zeromesh.sharding import Sharding, shard
-    from zeromesh.strategy import Part, Plan, Strategy
+    from zeromesh.sharding import shard
+    from zeromesh.sharding.value import Sharding
+    from zeromesh.strategy import Strategy
+    from zeromesh.strategy.parts import Part
+    from zeromesh.strategy.plan import Plan
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Checkpoints": "zeromesh.checkpoint.checkpoints",
-    "Part": "zeromesh.strategy",
-    "Plan": "zeromesh.strategy",
-    "Sharding": "zeromesh.sharding",
+    "Part": "zeromesh.strategy.parts",
+    "Plan": "zeromesh.strategy.plan",
+    "Sharding": "zeromesh.sharding.value",
     "Strategy": "zeromesh.strategy",
     "Workload": "zeromesh.planner",
     "accumulate": "zeromesh.engine.api",

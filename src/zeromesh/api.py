@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from zeromesh.errors import InputError, MeshError
 from zeromesh.planner import Choice, Planned, Workload, simulate_choices
 from zeromesh.planner import plan as search_plan
-from zeromesh.strategy import Plan, Strategy
+from zeromesh.strategy import Strategy
+from zeromesh.strategy.plan import Plan
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from zeromesh.schedule import BUCKET_BYTES
-from zeromesh.strategy.plan import DTYPE_FIELDS
+from zeromesh.strategy.stage import DTYPE_FIELDS
 
 if TYPE_CHECKING:
     import torch

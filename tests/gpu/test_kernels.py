@@ -13,7 +13,7 @@ import os
 import pytest
 import torch
 
-from zeromesh.wires import QuantFormat
+from zeromesh.wires.blocks import QuantFormat
 from zeromesh.wires.blocks.quantiser import Quantiser
 from zeromesh.wires.target import Target
 

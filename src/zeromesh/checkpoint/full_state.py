@@ -14,8 +14,8 @@ from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.elements import require_one_of_a_name
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.spread import local_of
-from zeromesh.engine.state_dict import whole_state
+from zeromesh.engine.leaf import local_of
+from zeromesh.engine.whole import whole_state
 from zeromesh.errors import ModelError, nearest
 from zeromesh.modules import clean_name, is_sharded
 

@@ -31,7 +31,8 @@ def simulate(
     from zeromesh.planner.emit import EMITTERS
     from zeromesh.planner.foreign import read_strategy
     from zeromesh.simulator.division import Division
-    from zeromesh.strategy import Strategy, layouts_of
+    from zeromesh.strategy import Strategy
+    from zeromesh.strategy.parts import layouts_of
     from zeromesh.strategy.strategy import OVERLAPS
 
     shared.check_choice("--wire", wire, ("lossless", "any"))

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,10 @@ from zeromesh.comm.transport import (
     sum_dtype,
 )
 from zeromesh.schedule.memory import MESSAGES_BYTES, part_numel
-from zeromesh.wires import WireFormat
 from zeromesh.wires.target import Target
+
+if TYPE_CHECKING:
+    from zeromesh.wires.format import WireFormat
 
 WINDOW = 4
 """Pieces in flight from each peer: some on the wire while one is summed. 2 were 10 % slower, 8 no faster."""

@@ -29,8 +29,8 @@ from torch import Tensor
 from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, Wait, chunks_of
 from zeromesh.comm.transport import nothing, parts
 from zeromesh.errors import InputError, InternalError
-from zeromesh.wires import WireFormat
-from zeromesh.wires.format import Codec, has_triton
+from zeromesh.wires import has_triton
+from zeromesh.wires.format import Codec, WireFormat
 from zeromesh.wires.target import Target
 
 

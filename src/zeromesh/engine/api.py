@@ -5,34 +5,35 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from zeromesh.engine.build import build_engine, make_control, make_homes, mesh_axes, mesh_device
 from zeromesh.engine.chain import require_wires
 from zeromesh.engine.engine import Engine, Pipeline
 from zeromesh.engine.hooks import install_on_method
 from zeromesh.engine.lifecycle import Weight
-from zeromesh.engine.materialise import lazy_sources, read_lazy, settle
 from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.reductions import slice_norms
 from zeromesh.engine.shardable import keep_others_out, require_unwrapped
-from zeromesh.engine.spread import groups_beyond, require_whole_buffers
 from zeromesh.engine.state_dict import install_state_dict
 from zeromesh.engine.units import ModuleUnit, Precision, find_units, join_modules, repeated_over, spreads_of
-from zeromesh.errors import InputError, MeshError, ModelError, NotationError
-from zeromesh.modules import DTYPES, Source, give_method
+from zeromesh.errors import InputError, ModelError
+from zeromesh.modules import DTYPES, Lazy, Source, give_method, tensors_of
 from zeromesh.options import Options
-from zeromesh.strategy import Layout, Plan, Strategy, layouts_of, part_name
-from zeromesh.strategy.parts import Parts, with_given
-from zeromesh.strategy.plan import DTYPE_FIELDS, dtype_name
+from zeromesh.strategy import Layout, Strategy
+from zeromesh.strategy.stage import DTYPE_FIELDS, dtype_name
+
+if TYPE_CHECKING:
+    from zeromesh.strategy.parts import Parts
+    from zeromesh.strategy.plan import Plan
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -51,8 +52,11 @@ def shard(
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
     options = options or Options()
-    parts = options.parts or {}
-    meshes = {part_name(key): part.mesh for key, part in parts.items() if part.mesh is not None}
+    parts, meshes = options.parts or {}, dict[str, DeviceMesh]()
+    if parts:
+        from zeromesh.engine.parts import meshes_of  # of parts=
+
+        meshes = meshes_of(parts)
 
     def prepare() -> tuple[Precision, dict[str, Layout], list[ModuleUnit], Beyond, dict[str, Source]]:
         own = (isinstance(param, ShardedParameter) for param in model.parameters())
@@ -64,24 +68,32 @@ def shard(
         if options.bucket_bytes < 0:
             raise InputError(f"bucket_bytes must not be negative; got {options.bucket_bytes}")
         require_unwrapped(model)
-        settle(model)
-        require_whole_buffers(model)
+        tensors = [tensor for _, tensor in tensors_of(model)]
+        lazy, divided = dict[str, Source](), any(isinstance(tensor, DTensor) for tensor in tensors)
+        if any(tensor.is_meta or isinstance(tensor, Lazy) for tensor in tensors):
+            from zeromesh.engine.materialise import lazy_sources  # of tensors without values
+
+            lazy = lazy_sources(model)
+        if divided:
+            from zeromesh.engine.spread import groups_beyond, require_whole_buffers  # of DTensors
+
+            require_whole_buffers(model)
         precision = precision_of(options.dtypes, strategy)
         layouts = resolve(mesh, strategy, parts)
         shares = {part: layout.strategy.percent for part, layout in layouts.items() if layout.strategy.percent < 100}
         found = find_units(model, options.units, options.resident, precision, list(layouts)[1:], shares)
         if not any(layout.gathers for layout in layouts.values()):
             found = join_modules(found, precision, options.bucket_bytes)
-        spreads = spreads_of(found)
+        beyond: Beyond = {"": ()}
         if len(layouts) > 1:
             from zeromesh.engine.parts import beyond_of, require_known_buffers  # of parts=
 
             require_known_buffers(model, layouts)
-            beyond = beyond_of(spreads, mesh, meshes)
-        else:
-            beyond = {"": groups_beyond(mesh, spreads.get("", ()))}
+            beyond = beyond_of(spreads_of(found), mesh, meshes)
+        elif divided:
+            beyond = {"": groups_beyond(mesh, spreads_of(found).get("", ()))}
         require_wires(layouts, [module.describe(precision) for module in found], repeated_over(found, beyond))
-        return precision, layouts, found, beyond, lazy_sources(model)
+        return precision, layouts, found, beyond, lazy
 
     debug, register = (
         os.environ.get(name, "0") not in ("", "0") if given is None else given
@@ -101,6 +113,8 @@ def shard(
     if engine.schedule.memory.host:
         _show_device(model, mesh_device(mesh, model))
     if lazy:
+        from zeromesh.engine.materialise import read_lazy
+
         buffers = [buffer for unit in engine.units for buffer in unit.buffers]
         control.together(lambda: read_lazy(model, buffers, lazy), left="The model has lost its parameters")
         engine.changed()
@@ -125,45 +139,20 @@ def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
 def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan, parts: Parts) -> dict[str, Layout]:
     """The layouts of `strategy` on `mesh` and of its parts, the model's under "" first; refuses those that the engine
     cannot run."""
-    named = {part_name(key): part for key, part in parts.items()}
-    if len(named) < len(parts):
-        raise NotationError(f"two of {', '.join(map(str, parts))} are the same part: give each class or pattern once")
-    for name, part in named.items():
-        if part.mesh is not None:
-            from zeromesh.engine.parts import require_inside  # of parts=
-
-            require_inside(name, part.mesh, mesh)
-    chosen = strategy.strategy if isinstance(strategy, Plan) else strategy
+    plan = None if isinstance(strategy, str | Strategy) else strategy
+    chosen: str | Strategy = plan.strategy if plan else strategy  # type: ignore[assignment]  # told apart above
     # Without a mesh, presets name axes that are there only so.
     axes = mesh_axes(mesh, Strategy.parse(chosen, ("node", "cluster")).names if mesh is None else ())
-    own = {name: mesh_axes(part.mesh, ()) for name, part in named.items() if part.mesh is not None}
-    whole = (
-        _on_axes(strategy, axes) if isinstance(strategy, Plan) else Strategy.parse(chosen, [name for name, _ in axes])
-    )
-    whole = with_given(whole, named, {name: [axis for axis, _ in own.get(name, axes)] for name in named})
-    if mesh is None:  # one rank on every axis, under any name
-        own = {name: tuple((axis, 1) for axis in each.names) for name, each in whole.parts}
-    layouts = layouts_of(whole, axes, own)
+    whole = plan.on_axes(axes) if plan else Strategy.parse(chosen, [name for name, _ in axes])
+    if parts or whole.parts:
+        from zeromesh.engine.parts import layouts_with_parts  # of parts=
+
+        layouts = layouts_with_parts(whole, axes, parts, mesh)
+    else:
+        layouts = {"": Layout.of(whole, axes)}
     for layout in layouts.values():
         layout.require_runnable()
     return layouts
-
-
-def _on_axes(plan: Plan, axes: Sequence[tuple[str, int]]) -> Strategy:
-    """The plan's strategy without axes of one rank that this mesh has not.
-
-    Raises:
-        MeshError: an axis has another size than it was planned for.
-    """
-    planned, sizes = dict(plan.mesh), dict(axes)
-    others = [f"{name}={size} (planned: {planned[name]})" for name, size in axes if planned.get(name, size) != size]
-    if others:
-        raise MeshError(
-            f"the plan was made for another mesh; this mesh has {', '.join(others)}: plan for it, or give only the "
-            f"plan's strategy, {plan.strategy}"
-        )
-    terms = [term for term in plan.strategy.axes if term.name in sizes or planned.get(term.name) != 1]
-    return replace(plan.strategy, axes=tuple(terms)) if terms else plan.strategy
 
 
 def precision_of(given: Mapping[str, torch.dtype | str | None], named: object) -> Precision:

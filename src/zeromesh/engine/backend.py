@@ -14,9 +14,6 @@ lanes of a direction (`lane_axes`). These are the memory that a job reads and wr
     step      grads -> master     that lies on the host; the unit's refresh follows: [Note: Beside] of
                                   `zeromesh.engine.beside`. On the device two lanes take turns, unit by unit
 
-At an optimizer's step lanes are idle. Messages to owners of whole tensors then take the lanes of reductions, and
-messages from them those of gathers: over each axis the lane that has its communicator.
-
 [Note: Versions] Autograd remembers the version of each tensor that it saves, and raises if that is another when it is
 used. A slot's version names the unit whose parameters it holds. From the start of a gather until the wait for it, it
 names none. So a graph that reads a slot outside its unit's turn raises, for any reason: a penalty that a forward
@@ -34,7 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +40,11 @@ from zeromesh.comm import AxisGroup, Chain, Lane, Ticket, all_reduce_max
 from zeromesh.comm.lane import Job
 from zeromesh.engine.chain import Binding, ReduceChains, Scratch
 from zeromesh.engine.flat import FlatShards, GradDestinations
-from zeromesh.engine.leaf import Leaf, PlainLeaf, classes_of
+from zeromesh.engine.leaf import Leaf, PlainLeaf, classes_of, local_of
 from zeromesh.engine.param import UNSETTLED, ShardedParameter
-from zeromesh.engine.spread import local_of
 from zeromesh.errors import CommunicationError, ModelError
 from zeromesh.schedule import LaneKind, Reducing, Reduction, lane_axes
-from zeromesh.schedule.transfer import COPIES, GATHERS, REDUCTIONS
+from zeromesh.schedule.transfer import COPIES, REDUCTIONS
 from zeromesh.strategy import Layout
 
 if TYPE_CHECKING:
@@ -57,23 +53,6 @@ if TYPE_CHECKING:
 _NOBODY = 0
 _VERSION_BITS = 16
 """A unit's version leaves room above for in-place changes of its gathered parameters: [Note: Versions]."""
-
-AxisJob = tuple[str, Job]
-"""The name of an axis, and a job over it."""
-
-
-class WholeTensors(Protocol):
-    """A bucket of whole tensors that owners step on, on this rank; `zeromesh.owners` has them."""
-
-    def collect(self) -> Sequence[AxisJob]:
-        """The jobs that bring gradients and values to the owners, in order."""
-
-    def step(self) -> None:
-        """Steps on the tensors that this rank owns."""
-
-    def give_back(self) -> Sequence[AxisJob]:
-        """The jobs that bring values back to the state shards."""
-
 
 Site = tuple[dict[str, nn.Parameter | None], str, Leaf, ShardedParameter, int]
 """One place of a parameter in the model: the `_parameters` of a module and a key, with the compute leaf and the
@@ -494,25 +473,6 @@ class DeviceBackend:
                 agree = partial(_run, [partial(all_reduce_max, words, group) for group in groups])
                 ticket = self.lanes[lane].submit(agree, "agree on gradients", after=ticket)
         assert ticket is not None
-        return ticket
-
-    # ---- schedule.bucket.BucketBackend
-
-    def collect(self, bucket: WholeTensors) -> Ticket | None:
-        return self._along(bucket.collect(), REDUCTIONS, "collect whole tensors")
-
-    def update(self, bucket: WholeTensors) -> Ticket | None:
-        for unit in self.units:
-            unit.take_fresh()  # masters change on the host
-        bucket.step()
-        return self._along(bucket.give_back(), GATHERS, "give back whole tensors")
-
-    def _along(self, jobs: Sequence[AxisJob], kinds: Sequence[LaneKind], label: str) -> Ticket | None:
-        ticket: Ticket | None = None
-        for axis, job in jobs:
-            own = (k for k in kinds if any(each.name == axis for of in self.layouts for each in lane_axes(of, k)))
-            lane = next(own, kinds[0])  # an axis beyond them has communicators that nothing else uses
-            ticket = self.lanes[lane].submit(job, label, after=ticket)
         return ticket
 
     # ---- gradients

@@ -24,21 +24,21 @@ from zeromesh.engine.elements import Home
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install, watch_reads
-from zeromesh.engine.materialise import Init, Materialiser
-from zeromesh.engine.spread import local_of
-from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, modules_by_unit, parts_of_root
+from zeromesh.engine.leaf import local_of
+from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, parts_of_root
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.files import core_numbers, machine_id
-from zeromesh.modules import clean_name, lacks_values
+from zeromesh.modules import clean_name, lacks_values, tensors_of
 from zeromesh.schedule import ITEM_BYTES, LANES, Schedule, lent_axes
 from zeromesh.schedule.buffer_layout import SlotPart, slot_bytes
 from zeromesh.schedule.transfer import COPIES, LaneKind
 from zeromesh.strategy import Axis, Layout
 from zeromesh.strategy.stage import HOST
-from zeromesh.wires.format import has_triton
+from zeromesh.wires import has_triton
 
 if TYPE_CHECKING:
     from zeromesh.comm.host import HostLink
+    from zeromesh.engine.materialise import Init
 
 
 def mesh_axes(mesh: DeviceMesh | None, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
@@ -291,12 +291,16 @@ def _fill_shards(
     control = homes[""].control
     coordinates = {part: home.layout.coordinates(home.control.rank) for part, home in homes.items()}
     first = any(home.control.rank == 0 for home in homes.values())
-    materialiser = Materialiser(model, modules, device, init, first, lazy)
-    inside = modules_by_unit(model, modules)
+    materialiser = None
+    if any(lacks_values(tensor) for _, tensor in tensors_of(model)):
+        from zeromesh.engine.materialise import Materialiser  # of tensors without values
+
+        materialiser = Materialiser(model, modules, device, init, first, lazy)
     shards = list[UnitShards]()
     for module, unit, placed in zip(modules, schedule.units, schedule.placed, strict=True):
         buffers = []
-        materialiser.unit(module, inside[module.name])
+        if materialiser:
+            materialiser.unit(module)
         for each, infos in zip(placed, module.groups.values(), strict=True):
             part = each.buffer.part
             buffer = FlatShards.allocate(each, infos, coordinates[part], device, host)
@@ -309,10 +313,11 @@ def _fill_shards(
             torch.accelerator.current_stream(device).synchronize()
         shares = schedule.shares_slot(len(shards))
         shards.append(UnitShards(name=unit.name, buffers=buffers, shares_slot=shares))
-    materialiser.rest()
-    message = next(filter(None, control.gather(materialiser.error)), "")
+    if materialiser:
+        materialiser.rest()
+    message = next(filter(None, control.gather(materialiser.error if materialiser else "")), "")
     if message:
-        raise ModelError(message) from materialiser.cause
+        raise ModelError(message) from (materialiser.cause if materialiser else None)
     _sync_buffers(model, device, homes)
     return shards
 

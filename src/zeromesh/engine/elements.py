@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from zeromesh.engine.control import Control, Span
-from zeromesh.engine.spread import Spread
 from zeromesh.errors import ModelError, OptimizerError
-from zeromesh.pieces.piece import Piece
 from zeromesh.pieces.region import Region
 from zeromesh.strategy import Axis, Layout
+
+if TYPE_CHECKING:
+    from zeromesh.engine.spread import Spread
+    from zeromesh.pieces.piece import Piece
 
 Place = tuple[object, int, int]
 
@@ -70,6 +72,8 @@ class Elements:
 
     def piece(self, name: str, local: Tensor) -> Piece:
         """Values for these elements, as those of a whole tensor of that name."""
+        from zeromesh.pieces.piece import Piece  # of checkpoints
+
         return Piece(name=name, shape=self.region.shape, start=self.start, local=local, within=self.region)
 
     def part_of(self, operand: Tensor, call: str) -> Tensor:

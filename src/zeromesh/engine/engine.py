@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from zeromesh.comm import Ticket
-from zeromesh.engine.backend import DeviceBackend, UnitShards, WholeTensors
+from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.calls import OutputHook, as_python, tensors_of
 from zeromesh.engine.control import reduce_over
 from zeromesh.engine.elements import Home, require_one_of_a_name, require_own_tokens
@@ -28,8 +28,11 @@ from zeromesh.engine.lifecycle import Agreement, Changes, Step, Weight
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import Precision
 from zeromesh.errors import ModelError, OptimizerError
-from zeromesh.schedule import Backward, Bucket, BucketSteps, Call, Forward, GradState, Interpreter, Schedule
+from zeromesh.schedule import Backward, Call, Forward, GradState, Interpreter, Schedule
 from zeromesh.strategy import Axis
+
+if TYPE_CHECKING:
+    from zeromesh.schedule.bucket import Bucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,7 +68,7 @@ class Engine:
         debug: bool = False,
     ) -> None:
         self.backend = backend
-        self.whole = BucketSteps[WholeTensors, Ticket]()
+        self.whole: Any = None  # steps on whole tensors, which one that raised may leave under way: `zeromesh.owners`
         self.model = model
         self.called = weakref.WeakSet[nn.Module]()  # modules with hooks: their forwards are calls of units
         self.homes = homes
@@ -463,9 +466,10 @@ class Engine:
 
     # ---- optimizers
 
-    def own(self, buckets: Sequence[Bucket], beyond: Sequence[Axis] = ()) -> int:
+    def own(self, buckets: Sequence[Bucket], beyond: Sequence[Axis], whole: Any) -> int:
         """Takes an optimizer's buckets of whole tensors into the schedule, under the number that is returned. `beyond`
-        are axes beyond the layouts, which they cross too."""
+        are axes beyond the layouts, which they cross too; `whole` steps on them, for all such optimizers."""
+        self.whole = whole
         self.interpreter.adopt(self.schedule.with_owned(buckets, beyond))
         return len(self.schedule.buckets) - 1
 
@@ -520,7 +524,8 @@ class Engine:
         self.interpreter.quiesce()
         self.backend.land()
         self.backend.settle()
-        self.whole.settle(self.backend)  # of a step that raised
+        if self.whole is not None:
+            self.whole.settle()
 
     def changed(self) -> None:
         """Masters were changed by hand or by a load; all ranks call this together."""

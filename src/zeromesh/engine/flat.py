@@ -33,9 +33,8 @@ from torch.optim import Optimizer
 
 from zeromesh.engine.control import Control
 from zeromesh.engine.elements import Elements, Home
-from zeromesh.engine.leaf import Leaf, PlainLeaf, make_leaf
+from zeromesh.engine.leaf import Leaf, PlainLeaf, local_of, make_leaf
 from zeromesh.engine.param import ShardedParameter, Slice, give_memory, make_slice, slice_of
-from zeromesh.engine.spread import local_of
 from zeromesh.engine.units import DTYPES, ParamInfo
 from zeromesh.pieces.region import Region
 from zeromesh.schedule import BufferLayout, FlatBuffer

@@ -11,21 +11,32 @@ change of it and not of the memory, so the engine looks at the versions of both.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 
 from zeromesh.engine import allowed
-from zeromesh.engine.spread import Spread
 from zeromesh.errors import ModelError
+
+if TYPE_CHECKING:
+    from zeromesh.engine.spread import Spread
 
 _TELLS = (
     allowed.PROPERTIES
     | allowed.spelt("size dim ndimension numel nelement")
     | {getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim")}
 )
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The memory of a tensor on this rank: of a DTensor its local tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class Leaf(nn.Parameter):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.spread import bytes_of, local_of
-from zeromesh.engine.units import ModuleUnit
+from zeromesh.engine.leaf import bytes_of, local_of
+from zeromesh.engine.units import ModuleUnit, walk
 from zeromesh.errors import ModelError
 from zeromesh.modules import ORIGIN, Lazy, Source, clean_name, lacks_values, tensors_of
 
@@ -43,7 +43,7 @@ class Materialiser:
     def __init__(
         self,
         model: nn.Module,
-        units: Iterable[ModuleUnit],
+        units: Sequence[ModuleUnit],
         device: torch.device,
         init: Init | None,
         first: bool,
@@ -57,6 +57,7 @@ class Materialiser:
         self._rules: dict[nn.Module, Init | None] = {}
         self._owners = {id(module._parameters): module for module in self._names}
         self._infos = {id(i.param): i for u in units for infos in u.groups.values() for i in infos}
+        self._inside = _modules_by_unit(model, units)
         self._done: set[nn.Module] = set()
         self._order = list(self._postorder(model, None))
 
@@ -70,11 +71,11 @@ class Materialiser:
             yield from self._postorder(child, rule)
         yield module
 
-    def unit(self, unit: ModuleUnit, inside: Iterable[nn.Module]) -> None:
-        """The parameters of `unit`, with all else that the modules `inside` it and those that share them hold."""
+    def unit(self, unit: ModuleUnit) -> None:
+        """The parameters of `unit`, with all else that the modules inside it and those that share them hold."""
         infos = [info for group in unit.groups.values() for info in group]
         sharing = {self._owners[id(params)] for info in infos for params, _ in info.sites}
-        self._run({*inside, *sharing})
+        self._run({*self._inside[unit.name], *sharing})
 
     def rest(self) -> None:
         self._run(set(self._order))
@@ -146,6 +147,16 @@ class Materialiser:
         return ".".join(part for part in (self._names[module], key) if part)
 
 
+def _modules_by_unit(model: nn.Module, units: Sequence[ModuleUnit]) -> dict[str, list[nn.Module]]:
+    """Every module under the name of the innermost unit that holds it; one registered in several, under each."""
+    names = {clean_name(name): module for name, module in model.named_modules()}
+    found: dict[str, list[nn.Module]] = {unit.name: [] for unit in units}
+    by_module = {names[name]: unit for unit in units for name in unit.names}
+    for module, _, home in walk(model, names[""], by_module):
+        found[by_module[home].name].append(module)
+    return found
+
+
 @contextmanager
 def _values_kept(fresh: Mapping[nn.Module, Sequence[tuple[str, Tensor]]]) -> Iterator[None]:
     """Restores afterwards everything in these modules except the fresh tensors."""
@@ -205,22 +216,18 @@ def read_lazy(model: nn.Module, buffers: Iterable[FlatShards], lazy: Mapping[str
         tensor.data.copy_(values.view(tensor.shape))
 
 
-def settle(model: nn.Module) -> None:
-    """Puts tensors in the place of those lazy ones whose values were read since."""
+def lazy_sources(model: nn.Module) -> dict[str, Source]:
+    """The lazy tensors of a model, under all of their names; tensors take the place of those whose values were read.
+
+    Raises:
+        ModelError: a module was made on the meta device since the promise, in the place of one that has values.
+    """
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             values: dict[str, Any] = tensors
             for key, tensor in values.items():
                 if isinstance(tensor, Lazy) and tensor.source is None:
                     values[key] = tensor.whole
-
-
-def lazy_sources(model: nn.Module) -> dict[str, Source]:
-    """The lazy tensors of a model, under all of their names.
-
-    Raises:
-        ModelError: a module was made on the meta device since the promise, in the place of one that has values.
-    """
     found: dict[str, Source] = {}
     parts = {clean_name(name): vars(part) for name, part in model.named_modules()}
     origins = {name: part[ORIGIN] for name, part in parts.items() if ORIGIN in part}

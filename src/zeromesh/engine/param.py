@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from contextlib import contextmanager
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +47,11 @@ from zeromesh.engine import allowed
 from zeromesh.engine.elements import Elements, require_alike, tensors_in
 from zeromesh.engine.reductions import REDUCTIONS, whole_norms, whole_value
 from zeromesh.errors import CheckpointError, ModelError, OptimizerError
-from zeromesh.pieces.piece import Piece
 from zeromesh.pieces.region import Region
 from zeromesh.pieces.sliced import Sliced
+
+if TYPE_CHECKING:
+    from zeromesh.pieces.piece import Piece
 
 
 def stepping() -> bool:

@@ -13,8 +13,8 @@ from zeromesh.comm.host import padded
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.build import take_host_memory
 from zeromesh.engine.engine import Engine
+from zeromesh.engine.leaf import bytes_of
 from zeromesh.engine.optim import take_slices
-from zeromesh.engine.spread import bytes_of
 from zeromesh.errors import ModelError
 
 KINDS = {"master": 1, "owed": 1, "grads": 2, "params": 3, "kept": 3}

@@ -13,10 +13,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.engine.control import Control
 from zeromesh.engine.spread import Spread, groups_beyond
-from zeromesh.errors import MeshError, MismatchError, ModelError
+from zeromesh.errors import MeshError, MismatchError, ModelError, NotationError
 from zeromesh.modules import clean_name, is_sharded
-from zeromesh.strategy import Layout
-from zeromesh.strategy.parts import belongs, require_known
+from zeromesh.strategy import Layout, Strategy
+from zeromesh.strategy.parts import Parts, Sizes, belongs, layouts_of, part_name, require_known, with_given
+
+
+def meshes_of(parts: Parts) -> dict[str, DeviceMesh]:
+    """By name, the meshes of those that have one of their own."""
+    return {part_name(key): part.mesh for key, part in parts.items() if part.mesh is not None}
+
+
+def layouts_with_parts(
+    strategy: Strategy, axes: Sequence[tuple[str, int]], parts: Parts, mesh: DeviceMesh | None
+) -> dict[str, Layout]:
+    """The layout of the model, which has these axes, under "", then those of its parts.
+
+    Raises:
+        NotationError, MeshError: the parts do not fit it, or each other.
+    """
+    named = {part_name(key): part for key, part in parts.items()}
+    if len(named) < len(parts):
+        raise NotationError(f"two of {', '.join(map(str, parts))} are the same part: give each class or pattern once")
+    own = {name: require_inside(name, divided, mesh) for name, divided in meshes_of(parts).items()}
+    whole = with_given(strategy, named, {name: [axis for axis, _ in own.get(name, axes)] for name in named})
+    if mesh is None:  # one rank on every axis, under any name
+        own = {name: tuple((axis, 1) for axis in each.names) for name, each in whole.parts}
+    return layouts_of(whole, axes, own)
 
 
 def parts_by_module(model: nn.Module, parts: Iterable[str]) -> dict[str, set[str]]:
@@ -57,9 +80,13 @@ def part_of_places(places: Sequence[str], parts: Mapping[str, set[str]]) -> str:
     return next(iter(by_place[places[0]]), "")
 
 
-def require_inside(part: str, mesh: DeviceMesh, model: DeviceMesh | None) -> None:
-    """Raises MeshError where a part's mesh is not made of some of the model's ranks, this one among them. Faults
-    that only all ranks together can see are left to `require_divided`."""
+def require_inside(part: str, mesh: DeviceMesh, model: DeviceMesh | None) -> Sizes:
+    """The axes of a part's mesh, innermost first.
+
+    Raises:
+        MeshError: it is not made of some of the model's ranks, this one among them. Faults that only all ranks together
+            can see are left to `require_divided`.
+    """
     if model is None:
         raise MeshError(f"part {part} has a mesh and the model has none: give zm.shard the mesh of all its ranks")
     if mesh.mesh_dim_names is None:
@@ -77,6 +104,7 @@ def require_inside(part: str, mesh: DeviceMesh, model: DeviceMesh | None) -> Non
         )
     if mesh.device_type != model.device_type:
         raise MeshError(f"the mesh of part {part} is of {mesh.device_type} devices, the model's of {model.device_type}")
+    return tuple(zip(reversed(mesh.mesh_dim_names), reversed(mesh.shape), strict=True))
 
 
 Spreads = Mapping[str, Sequence[tuple[str, Spread | None]]]

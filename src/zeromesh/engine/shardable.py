@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from zeromesh.engine.leaf import local_of
 from zeromesh.engine.param import ShardedParameter
-from zeromesh.engine.spread import local_of
 from zeromesh.errors import ModelError
 from zeromesh.modules import Lazy, is_sharded
 

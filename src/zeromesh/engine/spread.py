@@ -1,4 +1,5 @@
-"""Parameters that are DTensors: divided, before they are sharded, over axes that have no stage.
+"""Parameters that are DTensors: divided, before they are sharded, over axes that have no stage. Only a model with such
+loads this.
 
 [Note: Spread] Whoever made a parameter a DTensor (parallelize_module, a Hugging Face model's tp_plan) has left each
 rank a box of it. Flat buffers hold that local tensor, and the data-parallel ranks with the same box share it. A unit
@@ -17,7 +18,7 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -25,17 +26,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from zeromesh.engine.control import Span
 from zeromesh.errors import MeshError, ModelError
+from zeromesh.pieces.dtensors import dtensor_region, folding
 from zeromesh.pieces.region import Region
-from zeromesh.pieces.sliced import dtensor_region, folding
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """The memory of a tensor on this rank: of a DTensor its local tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,14 +110,12 @@ class Spread:
         return ", ".join(f"{place} over {name}" for place, name in zip(self.placements, names, strict=True))
 
 
-def spread_of(param: Tensor, name: str) -> Spread | None:
-    """How a parameter that is a DTensor lies; None of a plain one.
+def spread_of(param: DTensor, name: str) -> Spread:
+    """How a parameter lies.
 
     Raises:
         ModelError: it lies in a way that no box of it describes.
     """
-    if not isinstance(param, DTensor):
-        return None
     mesh, placements = param.device_mesh, param.placements
     dense = tuple(prod(param.shape[dim + 1 :]) for dim in range(param.dim()))
     spread = Spread(mesh=mesh, placements=placements, shape=param.shape, stride=dense)

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, takewhile
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zeromesh import modules
 from zeromesh.engine.shardable import can_shard, require_apart
-from zeromesh.engine.spread import Spread, spread_of
 from zeromesh.errors import ModelError, nearest
 from zeromesh.modules import UnitClasses, clean_name, find_blocks, find_edges, unwrapped
 from zeromesh.pieces.region import Region
 from zeromesh.schedule import FlatBuffer, Role, Unit, joined_name, neighbours
 from zeromesh.schedule.unit import HostShare
-from zeromesh.strategy.parts import modules_around
+
+if TYPE_CHECKING:
+    from zeromesh.engine.spread import Spread
 
 DTYPES = modules.DTYPES | modules.FROZEN_DTYPES
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -215,21 +219,11 @@ def repeated_over(units: Sequence[ModuleUnit], beyond: Mapping[str, Sequence[dis
     }
 
 
-def modules_by_unit(model: nn.Module, units: Sequence[ModuleUnit]) -> dict[str, list[nn.Module]]:
-    """Every module under the name of the innermost unit that holds it; one registered in several, under each."""
-    names = {clean_name(name): module for name, module in model.named_modules()}
-    found: dict[str, list[nn.Module]] = {unit.name: [] for unit in units}
-    by_module = {names[name]: unit for unit in units for name in unit.names}
-    for module, _, home in _walk(model, names[""], by_module):
-        found[by_module[home].name].append(module)
-    return found
-
-
 def parts_of_root(model: nn.Module, units: Sequence[ModuleUnit]) -> list[nn.Module]:
     """Modules below the model itself that hold units and are inside none."""
     names = {name for unit in units for name in unit.names if name}
-    holding = {outer for name in names for outer in modules_around(name) if outer}
-    outside = {name for name in holding - names if names.isdisjoint(modules_around(name))}
+    around = {name: [*accumulate(name.split("."), "{}.{}".format)] for name in names}  # outermost first, itself too
+    outside = {each for name, own in around.items() for each in takewhile(lambda outer: outer not in names, own)}
     return [module for name, module in model.named_modules() if clean_name(name) in outside]
 
 
@@ -256,7 +250,7 @@ def _assign(
 ) -> None:
     """Gives each parameter to the innermost unit that holds it; one that is tied across units goes to the root."""
     homes: dict[nn.Parameter, list[tuple[nn.Module, str, nn.Module, str]]] = {}
-    for owner, name, home in _walk(model, model, units):
+    for owner, name, home in walk(model, model, units):
         for key, param in owner._parameters.items():
             full_name = clean_name(f"{name}.{key}" if name else key)
             if param is not None and can_shard(owner, param, full_name):
@@ -267,13 +261,13 @@ def _assign(
         # A module that is registered twice has two names and one site.
         sites = tuple({(id(owner), key): (owner._parameters, key) for owner, key, _, _ in places}.values())
         rewritten = any(getattr(owner, "max_norm", None) is not None for owner, *_ in places)
-        info = ParamInfo(
-            names=tuple(place[3] for place in places),
-            param=param,
-            sites=sites,
-            rewritten=rewritten,
-            spread=spread_of(param, places[0][3]),
-        )
+        spread = None
+        if isinstance(param, DTensor):
+            from zeromesh.engine.spread import spread_of  # of DTensors
+
+            spread = spread_of(param, places[0][3])
+        names = tuple(place[3] for place in places)
+        info = ParamInfo(names=names, param=param, sites=sites, rewritten=rewritten, spread=spread)
         kind = precision.alike(param.dtype), param.requires_grad, part_of(info.names) if part_of else "", False
         units[home].groups.setdefault(kind, []).append(info)
     for part, percent in shares.items():
@@ -297,7 +291,7 @@ def _keep_on_device(units: Sequence[ModuleUnit], part: str, percent: int) -> Non
             unit.groups[(*kind[:3], on_device)] = moved
 
 
-def _walk(
+def walk(
     module: nn.Module, home: nn.Module, units: dict[nn.Module, ModuleUnit], name: str = ""
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Every module with its name and unit; one that is registered in several places, once for each."""
@@ -305,7 +299,7 @@ def _walk(
     yield module, name, home
     for key, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, home, units, f"{name}.{key}" if name else key)
+            yield from walk(child, home, units, f"{name}.{key}" if name else key)
 
 
 def _outermost(model: nn.Module, module: nn.Module) -> nn.Module:

@@ -40,7 +40,7 @@ from zeromesh.integrations.methods import (
 from zeromesh.integrations.optimizers import give_shards
 from zeromesh.integrations.saved import Registered, checkpoints_of
 from zeromesh.integrations.versions import require_attributes, require_known
-from zeromesh.sharding import Sharding
+from zeromesh.sharding.value import Sharding
 
 require_known("accelerate")
 

@@ -16,7 +16,8 @@ from types import FrameType
 from typing import Any, Literal
 
 from zeromesh.errors import InputError, MeshError, NonFiniteError
-from zeromesh.strategy import Strategy, layouts_of
+from zeromesh.strategy import Strategy
+from zeromesh.strategy.parts import layouts_of
 
 EXIT_PREEMPTED = 75
 """Exit code of a process that has saved because a signal asked for it: run the same command again."""

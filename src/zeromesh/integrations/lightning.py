@@ -30,13 +30,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zeromesh.engine.api import accumulate, engine_of
 from zeromesh.engine.hooks import install
 from zeromesh.engine.optim import check_optimizer, updates
-from zeromesh.engine.state_dict import whole_state
+from zeromesh.engine.whole import whole_state
 from zeromesh.errors import CheckpointError, InputError
 from zeromesh.integrations.methods import refuse, require_plain, require_sharding, shard_model, with_mixed_precision
 from zeromesh.integrations.optimizers import give_shards
 from zeromesh.integrations.saved import checkpoints_of
 from zeromesh.integrations.versions import require_attributes, require_known
-from zeromesh.sharding import Sharding
+from zeromesh.sharding.value import Sharding
 
 require_known("lightning")
 

@@ -32,7 +32,7 @@ from zeromesh.errors import InputError, ModelError
 from zeromesh.integrations.versions import require_attributes, require_known
 from zeromesh.modules import DTYPE_NAMES, DTYPES, Source
 from zeromesh.progress import progress
-from zeromesh.strategy.plan import dtype_name
+from zeromesh.strategy.stage import dtype_name
 
 require_known("transformers")
 

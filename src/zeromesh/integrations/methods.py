@@ -16,7 +16,7 @@ from zeromesh.engine.api import ENGINE, accumulate
 from zeromesh.engine.shardable import require_unwrapped
 from zeromesh.errors import InputError, ModelError
 from zeromesh.modules import DTYPE_NAMES, give_method
-from zeromesh.sharding import Sharding
+from zeromesh.sharding.value import Sharding
 
 ELSEWHERE = "zeromesh shards the model itself; leave it out (also in what `accelerate config` wrote)"
 UNEVEN = "all ranks must run as many forwards, or those that have more wait for ever"

@@ -26,7 +26,7 @@ from zeromesh.errors import InputError
 from zeromesh.integrations.saved import is_peft
 from zeromesh.integrations.versions import changed
 from zeromesh.modules import clean_name, find_blocks, give_method
-from zeromesh.sharding import Sharding
+from zeromesh.sharding.value import Sharding
 
 
 def with_blocks_only(sharding: Sharding, model: nn.Module) -> Sharding:

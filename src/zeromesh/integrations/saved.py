@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import updates
-from zeromesh.engine.state_dict import sliced_like, whole_state
+from zeromesh.engine.whole import sliced_like, whole_state
 
 
 def checkpoints_of(

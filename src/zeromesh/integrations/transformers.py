@@ -45,7 +45,7 @@ from zeromesh.integrations.methods import (
 from zeromesh.integrations.saved import checkpoints_of, is_peft
 from zeromesh.integrations.versions import require_known, require_overridden
 from zeromesh.modules import find_blocks, lacks_values
-from zeromesh.sharding import Sharding
+from zeromesh.sharding.value import Sharding
 
 require_known("transformers")
 

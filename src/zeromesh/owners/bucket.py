@@ -20,11 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeromesh.comm import AxisGroup, Message, pass_on
-from zeromesh.engine.backend import AxisJob
+from zeromesh.comm import AxisGroup, Message, Ticket, pass_on
+from zeromesh.comm.lane import Job
+from zeromesh.engine.backend import DeviceBackend
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.owners.stacks import Stacking, step_on_stacks
 from zeromesh.pieces.passage import Hop, Part
+from zeromesh.schedule import LaneKind, lane_axes
+from zeromesh.schedule.bucket import BucketSteps
+from zeromesh.schedule.transfer import GATHERS, REDUCTIONS
+
+AxisJob = tuple[str, Job]
+"""The name of an axis, and a job over it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,7 +81,7 @@ GRADIENT, VALUES = 0, 1
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class OwnedBucket:
-    """A bucket on this rank; one of `engine.backend.WholeTensors`.
+    """A bucket on this rank.
 
     Args:
         optimizer: over the tensors that this rank owns.
@@ -109,6 +116,7 @@ class OwnedBucket:
         self._known -= {member for member in self.members if member.param in params}
 
     def collect(self) -> list[AxisJob]:
+        """The jobs that bring gradients and values to the owners, in order."""
         self._moving = [member for member in self.members if member.param.grad is not None]
         self._held, self._landing = {}, []
         self._here = {m: (m.param.grad.local.to(self.device), self._values_of(m)) for m in self._moving}  # type: ignore[union-attr]  # slices
@@ -127,6 +135,7 @@ class OwnedBucket:
         return jobs
 
     def step(self) -> None:
+        """Steps on the tensors that this rank owns."""
         for member, part, kind in self._landing:
             for inside, apart in _boxes(member, part, kind, self._held[part][kind]):
                 inside.copy_(apart)
@@ -239,6 +248,42 @@ class OwnedBucket:
             torch.autograd.graph.increment_version(member.param.local)
             if member.whole is not None:
                 member.whole.grad = None
+
+
+class WholeSteps:
+    """Steps on buckets of one engine, all of its optimizers' in turn: a `schedule.bucket.BucketBackend` on its lanes,
+    which are idle meanwhile. Messages to owners take those of reductions, messages from them those of gathers: over
+    each axis the lane that has its communicator."""
+
+    def __init__(self, backend: DeviceBackend) -> None:
+        self._backend, self._steps = backend, BucketSteps[OwnedBucket, Ticket]()
+
+    def step(self, buckets: Sequence[OwnedBucket]) -> None:
+        self._steps.step(self, buckets)
+
+    def settle(self) -> None:
+        """Waits for the messages of a step that raised."""
+        self._steps.settle(self)
+
+    def wait(self, ticket: Ticket) -> None:
+        self._backend.wait(ticket)
+
+    def collect(self, bucket: OwnedBucket) -> Ticket | None:
+        return self._along(bucket.collect(), REDUCTIONS, "collect whole tensors")
+
+    def update(self, bucket: OwnedBucket) -> Ticket | None:
+        for unit in self._backend.units:
+            unit.take_fresh()  # masters change on the host
+        bucket.step()
+        return self._along(bucket.give_back(), GATHERS, "give back whole tensors")
+
+    def _along(self, jobs: Sequence[AxisJob], kinds: Sequence[LaneKind], label: str) -> Ticket | None:
+        ticket, layouts = None, self._backend.layouts
+        for axis, job in jobs:
+            own = (k for k in kinds if any(each.name == axis for of in layouts for each in lane_axes(of, k)))
+            lane = next(own, kinds[0])  # an axis beyond them has communicators that nothing else uses
+            ticket = self._backend.lanes[lane].submit(job, label, after=ticket)
+        return ticket
 
 
 def _boxes(member: Member, part: Part, kind: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

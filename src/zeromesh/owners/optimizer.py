@@ -30,7 +30,7 @@ from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import MismatchError, OptimizerError
 from zeromesh.owners.beyond import Beyond
-from zeromesh.owners.bucket import Member, OwnedBucket, without_memory
+from zeromesh.owners.bucket import Member, OwnedBucket, WholeSteps, without_memory
 from zeromesh.owners.stacks import Stacking, require_stackable
 from zeromesh.owners.trial import require_tensorwise, small_like, trial_state, trial_state_bytes
 from zeromesh.pieces.owners import (
@@ -44,7 +44,8 @@ from zeromesh.pieces.owners import (
     significant_strides,
 )
 from zeromesh.pieces.passage import Part, bucket_of, passage
-from zeromesh.schedule import ITEM_BYTES, Bucket, most_room
+from zeromesh.schedule import ITEM_BYTES
+from zeromesh.schedule.bucket import Bucket, most_room
 from zeromesh.units import format_bytes
 
 CostOf = Callable[[Sequence[int]], float]
@@ -228,7 +229,7 @@ class OwnerOptimizer(Optimizer):
             own = bucket_of(layout, self.placements, passing, rank, dtypes)
             copied_bytes = sum(member.copied_bytes(engine.backend.device) for member in held)
             described.append(replace(own, room_bytes=own.room_bytes + copied_bytes))
-        self._number = engine.own(described, beyond.axes)
+        self._number = engine.own(described, beyond.axes, engine.whole or WholeSteps(engine.backend))
         weakref.finalize(self, _disown, self._engine, self._number)
 
     def _require_same(
@@ -272,7 +273,7 @@ class OwnerOptimizer(Optimizer):
         self._hand_over()
         for bucket in self.buckets:
             bucket.act = act
-        engine.whole.step(engine.backend, self.buckets)
+        engine.whole.step(self.buckets)
         self._take_over()
         if updated := [param for param in self._grad_dtypes if param.grad is not None]:
             engine.changes.stepped(updated, by=weakref.ref(self))

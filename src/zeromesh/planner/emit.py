@@ -32,7 +32,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from zeromesh.errors import InputError
 from zeromesh.model import ModelSpec, UnitKind
 from zeromesh.parallel import WHOLE
-from zeromesh.strategy import Layout, Plan
+from zeromesh.strategy import Layout
+from zeromesh.strategy.plan import Plan
 from zeromesh.strategy.stage import HOST
 
 Parts = list[tuple[str, int]]

@@ -16,8 +16,8 @@ from typing import Any
 
 from zeromesh.errors import InputError, MeshError, one_of
 from zeromesh.files import parse_json, parse_toml, read_text
-from zeromesh.strategy.plan import Plan, dtype_name
-from zeromesh.strategy.stage import HOST
+from zeromesh.strategy.plan import Plan
+from zeromesh.strategy.stage import HOST, dtype_name
 
 SUFFIXES = (".json", ".yaml", ".yml", ".toml")
 """Ends of names of files that may stand in place of a strategy."""

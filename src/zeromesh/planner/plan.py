@@ -22,7 +22,8 @@ from zeromesh.planner.space import HOSTS, shares_of
 from zeromesh.planner.workload import Workload
 from zeromesh.progress import progress
 from zeromesh.simulator import Mechanics
-from zeromesh.strategy import Plan, Stage, Strategy
+from zeromesh.strategy import Stage, Strategy
+from zeromesh.strategy.plan import Plan
 from zeromesh.trace import Trace
 
 _NEAR = 1.25

@@ -11,7 +11,8 @@ from zeromesh.errors import InputError, short_repr
 from zeromesh.model import Recomputation
 from zeromesh.parallel import DEGREES, WHOLE, Parallel
 from zeromesh.simulator import FixedWorkload
-from zeromesh.strategy.plan import DTYPE_FIELDS, settle_dtypes
+from zeromesh.strategy.plan import settle_dtypes
+from zeromesh.strategy.stage import DTYPE_FIELDS
 
 MAX_MICRO_BATCH = 64
 """Sequences per device and micro-batch beyond which none is tried: products are long since at their best rate."""

@@ -8,7 +8,7 @@ from typing import Any
 from zeromesh.planner import Choice, Planned
 from zeromesh.report.build import plan_page, simulation_page, timeline
 from zeromesh.report.page import Bar, Fact, MemoryChart, Page, Section, Table
-from zeromesh.strategy import Plan
+from zeromesh.strategy.plan import Plan
 from zeromesh.trace import Trace
 from zeromesh.units import format_bytes, format_seconds
 

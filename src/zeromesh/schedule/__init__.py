@@ -1,11 +1,11 @@
 """One training step as data, and the interpreter that engine and simulator run it with. Torch-free.
 
 Reading order: `unit` (its flat buffers), `transfer` (one collective), `buffer_layout` (the shards and transfers of a
-flat buffer), `memory` (all buffers), `bucket` (whole tensors), `program` (points and ops), `state` (of units, forward
-and backward), `interpreter` (who carries ops out), `step` (the canonical order; imported by whoever counts with it).
+flat buffer), `memory` (all buffers), `program` (points and ops), `state` (of units, forward and backward),
+`interpreter` (who carries ops out). Whoever needs them imports `bucket` (whole tensors) and `step` (the canonical
+order).
 """
 
-from zeromesh.schedule.bucket import Bucket, BucketSteps, Shipment, most_room
 from zeromesh.schedule.buffer_layout import BufferLayout, Route, place
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.program import PointKind, Schedule
@@ -29,8 +29,6 @@ __all__ = [
     "ITEM_BYTES",
     "LANES",
     "Backward",
-    "Bucket",
-    "BucketSteps",
     "BufferLayout",
     "Call",
     "FlatBuffer",
@@ -44,14 +42,12 @@ __all__ = [
     "Role",
     "Route",
     "Schedule",
-    "Shipment",
     "Transfer",
     "Unit",
     "join_units",
     "joined_name",
     "lane_axes",
     "lent_axes",
-    "most_room",
     "neighbours",
     "place",
 ]

@@ -45,13 +45,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from zeromesh.schedule.bucket import Bucket
 from zeromesh.schedule.buffer_layout import BufferLayout, place
 from zeromesh.schedule.memory import MemoryPlan
 from zeromesh.schedule.unit import Role, Unit
 from zeromesh.strategy import Axis, Layout, Strategy
+
+if TYPE_CHECKING:
+    from zeromesh.schedule.bucket import Bucket
 
 
 class PointKind(enum.Enum):

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.strategy import Axis, Layout, Stage
 from zeromesh.strategy.stage import DEFAULT_WIRE, HOST
-from zeromesh.wires import WireFormat, coded
+from zeromesh.wires import coded
+
+if TYPE_CHECKING:
+    from zeromesh.wires.format import WireFormat
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from zeromesh.cost import CollectiveCost
-from zeromesh.schedule import Bucket, LaneKind, Reducing, Reduction
+from zeromesh.schedule import LaneKind, Reducing, Reduction
+from zeromesh.schedule.bucket import Bucket
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import InLane, Job, Network, Work

@@ -34,7 +34,8 @@ from zeromesh.pieces.owners import (
     newton_schulz_flops,
 )
 from zeromesh.pieces.passage import Part, passage, rooms_of
-from zeromesh.schedule import ITEM_BYTES, Bucket, Schedule, Shipment, most_room
+from zeromesh.schedule import ITEM_BYTES, Schedule
+from zeromesh.schedule.bucket import Bucket, Shipment, most_room
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.memory import MOMENTS
 from zeromesh.simulator.result import OwnersShare

@@ -18,7 +18,8 @@ from zeromesh.cost.memory import Overhead
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.errors import InputError, NotationError
 from zeromesh.model import ModelSpec, UnitSpec
-from zeromesh.schedule import Bucket, BucketSteps, Interpreter, Schedule, lent_axes
+from zeromesh.schedule import Interpreter, Schedule, lent_axes
+from zeromesh.schedule.bucket import Bucket, BucketSteps
 from zeromesh.schedule.step import Phase, run_forward, run_micro_batch
 from zeromesh.schedule.transfer import COPIES, HOST_AXIS
 from zeromesh.simulator.chains import Chains
@@ -42,7 +43,8 @@ from zeromesh.simulator.result import AxisTraffic, PipelineRank, Simulation
 from zeromesh.simulator.steady import Repeats
 from zeromesh.simulator.units import schedule_units
 from zeromesh.simulator.workload import FixedWorkload
-from zeromesh.strategy import Strategy, layouts_of
+from zeromesh.strategy import Strategy
+from zeromesh.strategy.parts import layouts_of
 from zeromesh.strategy.stage import HOST
 from zeromesh.trace import Trace
 

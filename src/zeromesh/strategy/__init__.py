@@ -1,9 +1,8 @@
-"""Stages per axis, the notation, presets, and the shard arithmetic. Torch-free."""
+"""Stages per axis, the notation, presets, and the shard arithmetic. Torch-free. Parts of a model (`parts`) and plans
+(`plan`) are loaded by whoever uses them."""
 
 from zeromesh.strategy.collective import Collective, find_collective, registered_collective
 from zeromesh.strategy.layout import Axis, Layout
-from zeromesh.strategy.parts import Part, layouts_of, part_name
-from zeromesh.strategy.plan import Plan
 from zeromesh.strategy.stage import PRESETS, Stage, Wire
 from zeromesh.strategy.strategy import AxisStage, Strategy
 
@@ -13,13 +12,9 @@ __all__ = [
     "AxisStage",
     "Collective",
     "Layout",
-    "Part",
-    "Plan",
     "Stage",
     "Strategy",
     "Wire",
     "find_collective",
-    "layouts_of",
-    "part_name",
     "registered_collective",
 ]

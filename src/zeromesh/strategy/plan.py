@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from zeromesh.errors import InputError, one_of, short_repr
+from zeromesh.errors import InputError, MeshError, short_repr
 from zeromesh.files import parse_json, read_text
 from zeromesh.parallel import Parallel
-from zeromesh.strategy.stage import FLOAT_DTYPES
+from zeromesh.strategy.stage import DTYPE_FIELDS, dtype_name
 from zeromesh.strategy.strategy import Strategy
 
 Recompute = Literal["none", "selective", "full"]
-
-DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype")
-"""Names of the dtypes in plans, workloads and `zm.shard`."""
-
-_TORCH_NAMES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
-
-def dtype_name(dtype: object, field: str) -> str | None:
-    """The name of a dtype that is given as torch's own, by our name or by torch's; of None, None.
-
-    Raises:
-        InputError: a model does not compute in it.
-
-    >>> dtype_name("torch.bfloat16", "param_dtype"), dtype_name("fp32", "grad_dtype")
-    ('bf16', 'fp32')
-    """
-    text = str(dtype).removeprefix("torch.")
-    name = _TORCH_NAMES.get(text, text)
-    if dtype is not None and name not in FLOAT_DTYPES:
-        raise InputError(f"{field} must be {one_of(text, FLOAT_DTYPES)}")
-    return None if dtype is None else name
 
 
 def settle_dtypes(owner: object) -> None:
@@ -127,6 +106,22 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Reads a plan file written by `zeromesh plan -o`."""
         return cls.from_json(read_text(path, kind="a plan"), source=str(path))
+
+    def on_axes(self, axes: Sequence[tuple[str, int]]) -> Strategy:
+        """The strategy on a mesh, without axes of one rank that the mesh has not.
+
+        Raises:
+            MeshError: an axis has another size than it was planned for.
+        """
+        planned, sizes = dict(self.mesh), dict(axes)
+        others = [f"{name}={size} (planned: {planned[name]})" for name, size in axes if planned.get(name, size) != size]
+        if others:
+            raise MeshError(
+                f"the plan was made for another mesh; this mesh has {', '.join(others)}: plan for it, or give only the "
+                f"plan's strategy, {self.strategy}"
+            )
+        terms = [term for term in self.strategy.axes if term.name in sizes or planned.get(term.name) != 1]
+        return replace(self.strategy, axes=tuple(terms)) if terms else self.strategy
 
     def require(self, choices: Mapping[str, tuple[object, object]], *, where: str) -> None:
         """Raises InputError if a run makes other choices than this plan, whose figures hold for its own alone.

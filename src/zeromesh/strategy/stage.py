@@ -7,7 +7,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeromesh.errors import NotationError, nearest, one_of
+from zeromesh.errors import InputError, NotationError, nearest, one_of
 from zeromesh.wires import DTYPES, coded, spellings
 
 
@@ -81,6 +81,28 @@ HOST = "host"
 
 FLOAT_DTYPES = ("fp64", "fp32", "bf16", "fp16")
 """Dtypes of parameters, gradients and masters in memory."""
+
+DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype")
+"""Names of the dtypes in plans, workloads and `zm.shard`."""
+
+_TORCH_NAMES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def dtype_name(dtype: object, field: str) -> str | None:
+    """The name of a dtype that is given as torch's own, by our name or by torch's; of None, None.
+
+    Raises:
+        InputError: a model does not compute in it.
+
+    >>> dtype_name("torch.bfloat16", "param_dtype"), dtype_name("fp32", "grad_dtype")
+    ('bf16', 'fp32')
+    """
+    text = str(dtype).removeprefix("torch.")
+    name = _TORCH_NAMES.get(text, text)
+    if dtype is not None and name not in FLOAT_DTYPES:
+        raise InputError(f"{field} must be {one_of(text, FLOAT_DTYPES)}")
+    return None if dtype is None else name
+
 
 _FEEDBACK = "+ef"
 

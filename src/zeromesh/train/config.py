@@ -19,7 +19,9 @@ from zeromesh.errors import MeshError
 from zeromesh.integrations.elastic import mesh_text, resize_mesh
 from zeromesh.planner.foreign import is_file, read_file
 from zeromesh.settings import read_settings
-from zeromesh.strategy import Layout, Plan, Strategy, layouts_of
+from zeromesh.strategy import Layout, Strategy
+from zeromesh.strategy.parts import layouts_of
+from zeromesh.strategy.plan import Plan
 
 AUTO = "auto"
 

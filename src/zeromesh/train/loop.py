@@ -31,7 +31,7 @@ from zeromesh.planner import Workload
 from zeromesh.progress import progress
 from zeromesh.report.run import RunReport, StepMetrics, comparison, places
 from zeromesh.sharding import shard
-from zeromesh.strategy import Plan
+from zeromesh.strategy.plan import Plan
 from zeromesh.trace import MemoryLine
 from zeromesh.train.config import AUTO, ModelConfig, OptimizerConfig, TrainConfig
 from zeromesh.train.corpus import TOKENIZER, Corpus, Rows, load_corpus

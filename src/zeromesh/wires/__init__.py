@@ -1,5 +1,5 @@
-"""Wire formats: the messages of n elements. One folder each, with one line in `REGISTERED`. Torch-free but for the
-codecs, which are imported when the first message is made.
+"""Wire formats: the messages of n elements. One folder each, with one line in `REGISTERED`, which is imported when the
+first wire is no dtype. Torch-free but for the codecs, which are imported when the first message is made.
 
 A wire sends the elements in one of `DTYPES`, which collectives add up as they are, or coded: in messages of a
 `WireFormat`, which its codec writes and reads. The notation, the bytes on the wire and in memory, the simulator and
@@ -8,19 +8,21 @@ the engine ask the format.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
-from zeromesh.wires.blocks import QuantFormat
-from zeromesh.wires.format import WireFormat
-
-__all__ = ["DTYPES", "REGISTERED", "QuantFormat", "WireFormat", "coded", "registered_wire", "spellings"]
+if TYPE_CHECKING:
+    from zeromesh.wires.format import WireFormat
 
 DTYPES = ("fp32", "bf16", "fp16")
 """In which elements are sent as they are."""
 
-REGISTERED: list[type[WireFormat]] = [QuantFormat]
+REGISTERED: list[str | type[WireFormat]] = ["zeromesh.wires.blocks:QuantFormat"]
+"""Each, or where it is defined."""
 
 
 @cache
@@ -30,13 +32,23 @@ def coded(wire: str | None) -> WireFormat | None:
     Raises:
         NotationError: of a format that cannot be, such as a block of 7.
     """
-    found = (form.parse(wire) for form in REGISTERED) if wire else ()
+    found = (form.parse(wire) for form in _formats()) if wire and wire not in DTYPES else ()
     return next((form for form in found if form is not None), None)
 
 
 def spellings() -> tuple[str, ...]:
     """The spellings of all wires."""
-    return (*DTYPES, *(text for form in REGISTERED for text in form.spellings))
+    return (*DTYPES, *(text for form in _formats() for text in form.spellings))
+
+
+def _formats() -> Iterator[type[WireFormat]]:
+    return (resolve_name(form) if isinstance(form, str) else form for form in REGISTERED)
+
+
+@cache
+def has_triton(device_type: str) -> bool:
+    """Whether kernels in Triton run on torch's devices of this type, here; else torch's operations do their work."""
+    return device_type in ("cuda", "xpu") and importlib.util.find_spec("triton") is not None
 
 
 @contextmanager

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
@@ -13,12 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from zeromesh.wires.target import Target
-
-
-@cache
-def has_triton(device_type: str) -> bool:
-    """Whether kernels in Triton run on torch's devices of this type, here; else torch's operations do their work."""
-    return device_type in ("cuda", "xpu") and importlib.util.find_spec("triton") is not None
 
 
 class Codec(ABC):
@@ -95,7 +87,8 @@ class WireFormat(ABC):
     overflow detection still sees it.
 
     [Note: Which codec] One of torch's operations, on any device, in memory that the schedule counts; a format's kernels
-    in Triton, which need none, where it has some and `has_triton`. A transport of messages always takes the first.
+    in Triton, which need none, where it has some and the device `has_triton`. A transport of messages always takes the
+    first.
 
     Args:
         spellings: all that `parse` takes, for messages.

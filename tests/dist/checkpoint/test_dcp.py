@@ -34,7 +34,7 @@ from tests.dist.pool import Pool
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.storage import LocalStorage
 from zeromesh.engine.param import Slice
-from zeromesh.engine.state_dict import whole_state
+from zeromesh.engine.whole import whole_state
 from zeromesh.errors import CheckpointError, InputError
 
 TWO: Mesh = (("cluster", 1), ("node", 2))

@@ -22,7 +22,7 @@ from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather
 from zeromesh.comm import AxisGroup, all_gather, all_reduce, reduce_scatter
 from zeromesh.comm.exchange import Exchange
 from zeromesh.errors import CommunicationError
-from zeromesh.wires import QuantFormat
+from zeromesh.wires.blocks import QuantFormat
 
 TIMEOUT_S = 400.0
 INT8 = QuantFormat(bits=8)

@@ -9,7 +9,7 @@ from tests.dist.comm.axes import make_axes
 from tests.dist.pool import on_ranks
 from zeromesh.comm import AxisGroup, all_gather, all_reduce, all_reduce_max, reduce_scatter
 from zeromesh.comm.transport import HostCopies, Native, Transport, carried, transport_of
-from zeromesh.wires import QuantFormat
+from zeromesh.wires.blocks import QuantFormat
 
 CHUNK = 640
 HOST_COPIES = HostCopies("cuda")

@@ -18,7 +18,7 @@ from tests.dist.pool import on_ranks
 from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, collectives, reduce_scatter
 from zeromesh.comm.quantised import noise_generator
 from zeromesh.comm.transport import Messages, Native, Transport
-from zeromesh.wires import QuantFormat
+from zeromesh.wires.blocks import QuantFormat
 
 WORLD = 3
 MESSAGES, NATIVE = Messages("cpu"), Native("cpu")

@@ -14,7 +14,8 @@ from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, reduce_scatte
 from zeromesh.comm.quantised import check_quantisable, noise_generator, restore_kept
 from zeromesh.errors import InputError, InternalError
 from zeromesh.schedule.transfer import wire_bytes
-from zeromesh.wires import QuantFormat, coded
+from zeromesh.wires import coded
+from zeromesh.wires.blocks import QuantFormat
 
 SHAPES = {1: (3,), 3: (2, 2, 2)}
 

@@ -19,7 +19,8 @@ import zeromesh as zm
 from tests.dist.parity import mesh_of
 from tests.dist.pool import Pool
 from zeromesh.schedule import transfer
-from zeromesh.wires import QuantFormat, blocks, coded
+from zeromesh.wires import blocks, coded
+from zeromesh.wires.blocks import QuantFormat
 
 VOCAB, WIDTH, TOKENS, STEPS = 128, 8, 128, 60
 LOSSLESS = "node=3,cluster=0"

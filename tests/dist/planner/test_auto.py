@@ -17,7 +17,8 @@ from zeromesh.api import with_dtypes
 from zeromesh.cluster import Cluster, find_cluster
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import InputError, MeshError
-from zeromesh.strategy import Plan, Strategy
+from zeromesh.strategy import Strategy
+from zeromesh.strategy.plan import Plan
 
 WORKLOAD = {"seq_len": 8, "global_batch_tokens": 16, "micro_batch": 1}
 CLUSTER = find_cluster("gloo-laptop")

@@ -18,7 +18,8 @@ import torch
 from zeromesh.comm import quantised
 from zeromesh.comm.quantised import _Wire
 from zeromesh.comm.transport import Messages, Native
-from zeromesh.wires import QuantFormat, blocks
+from zeromesh.wires import blocks
+from zeromesh.wires.blocks import QuantFormat
 
 ROOM_BYTES = 64 << 20
 INSTALLED = importlib.util.find_spec("triton") is not None

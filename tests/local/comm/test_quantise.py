@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zeromesh.errors import InputError, NotationError
 from zeromesh.schedule.transfer import wire_bytes
-from zeromesh.wires import QuantFormat
+from zeromesh.wires.blocks import QuantFormat
 from zeromesh.wires.blocks.quantiser import Quantiser
 from zeromesh.wires.target import Target
 

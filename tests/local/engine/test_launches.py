@@ -25,7 +25,7 @@ from zeromesh.engine.units import DTYPES, ParamInfo
 from zeromesh.schedule import LANES, BufferLayout, FlatBuffer
 from zeromesh.schedule.memory import MemoryPlan
 from zeromesh.strategy import Layout
-from zeromesh.wires import QuantFormat
+from zeromesh.wires.blocks import QuantFormat
 from zeromesh.wires.format import Codec
 
 BUDGET = 10

@@ -24,7 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.model.from_module import from_module
 from zeromesh.planner.emit import emit_fsdp2, emit_megatron_fsdp
-from zeromesh.strategy import Plan, Strategy
+from zeromesh.strategy import Strategy
+from zeromesh.strategy.plan import Plan
 
 Calls = dict[str, dict[str, Any]]
 

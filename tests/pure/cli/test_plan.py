@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zeromesh.strategy import Plan
+from zeromesh.strategy.plan import Plan
 
 BASE = [
     *("--model", "llama-7b", "--cluster", "a800-8x-hdr", "--world", "64"),

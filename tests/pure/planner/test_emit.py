@@ -13,7 +13,8 @@ from zeromesh.errors import InputError
 from zeromesh.model import ModelSpec, preset
 from zeromesh.parallel import Parallel
 from zeromesh.planner.emit import EMITTERS, emit_deepspeed, emit_fsdp2, emit_megatron_fsdp
-from zeromesh.strategy import Plan, Strategy
+from zeromesh.strategy import Strategy
+from zeromesh.strategy.plan import Plan
 
 MESH = (("node", 8), ("cluster", 4))
 

@@ -23,7 +23,8 @@ from zeromesh.planner import NothingFitsError, Options, Workload, plan, search, 
 from zeromesh.planner.emit import EMITTERS, emit_torchtitan
 from zeromesh.planner.evaluate import Evaluator
 from zeromesh.planner.fixed import choices
-from zeromesh.strategy import Plan, Strategy
+from zeromesh.strategy import Strategy
+from zeromesh.strategy.plan import Plan
 
 WORK = Workload(seq_len=SEQ, global_batch_tokens=SEQ * 64)
 MIXES = ["node=3,cluster=1", "node=0,cluster=0", "node=3,cluster=3k", "node[2]=3,node[*]=1,cluster=3d"]

@@ -19,7 +19,8 @@ from zeromesh.planner.known import known_strategies
 from zeromesh.planner.space import Space
 from zeromesh.simulator import simulate
 from zeromesh.simulator.units import schedule_units
-from zeromesh.strategy import Plan, Stage, Strategy
+from zeromesh.strategy import Stage, Strategy
+from zeromesh.strategy.plan import Plan
 
 WORKLOAD = Workload(seq_len=256, global_batch_tokens=256 * 16 * 2)
 

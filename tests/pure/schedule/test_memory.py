@@ -17,7 +17,7 @@ from zeromesh.schedule import ITEM_BYTES, BufferLayout, FlatBuffer, Role, Schedu
 from zeromesh.schedule.buffer_layout import ALIGN_BYTES, slot_bytes
 from zeromesh.schedule.memory import REDUCE_SLOTS, MemoryPlan, part_numel
 from zeromesh.strategy import Layout
-from zeromesh.wires import QuantFormat
+from zeromesh.wires.blocks import QuantFormat
 
 
 @pytest.mark.parametrize(

@@ -10,21 +10,12 @@ import pytest
 
 from tests.pure.schedule.test_transfers import buffer
 from tests.pure.strategy.mixes import mixes, notation
-from zeromesh.schedule import (
-    Bucket,
-    BucketSteps,
-    FlatBuffer,
-    Role,
-    Schedule,
-    Shipment,
-    Unit,
-    join_units,
-    lent_axes,
-    neighbours,
-)
+from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit, join_units, lent_axes, neighbours
+from zeromesh.schedule.bucket import Bucket, BucketSteps, Shipment
 from zeromesh.schedule.step import sent_bytes_per_axis
 from zeromesh.schedule.unit import join
-from zeromesh.strategy import Layout, Strategy, layouts_of
+from zeromesh.strategy import Layout, Strategy
+from zeromesh.strategy.parts import layouts_of
 
 MESH = [("node", 2), ("cluster", 3)]
 EXPERTS = [("expert", 3)]

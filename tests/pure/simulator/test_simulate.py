@@ -16,7 +16,8 @@ from zeromesh.schedule import Schedule
 from zeromesh.schedule.step import sent_bytes_per_axis
 from zeromesh.simulator import ENGINES, FixedWorkload, simulate
 from zeromesh.simulator.units import schedule_units
-from zeromesh.strategy import Layout, Strategy, layouts_of
+from zeromesh.strategy import Layout, Strategy
+from zeromesh.strategy.parts import layouts_of
 
 GPT2 = model_preset("gpt2")
 LLAMA = model_preset("llama-7b")

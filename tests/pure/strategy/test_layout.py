@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from tests.pure.strategy.mixes import NAMES, mixes, notation
 from zeromesh.errors import InputError, MeshError, NotationError
-from zeromesh.strategy import Layout, Part, Plan, Stage, Strategy, layouts_of, part_name
-from zeromesh.strategy.parts import belongs, require_known, with_given
+from zeromesh.strategy import Layout, Stage, Strategy
+from zeromesh.strategy.parts import Part, belongs, layouts_of, part_name, require_known, with_given
+from zeromesh.strategy.plan import Plan
 
 
 @st.composite

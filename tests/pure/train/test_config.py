@@ -10,7 +10,8 @@ import pytest
 
 from zeromesh.errors import ConfigError, InputError, MeshError
 from zeromesh.settings import valid_keys
-from zeromesh.strategy import Plan, Strategy
+from zeromesh.strategy import Strategy
+from zeromesh.strategy.plan import Plan
 from zeromesh.train.config import TrainConfig, load_config
 
 MINIMAL = """

@@ -23,7 +23,8 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from zeromesh.errors import NotationError
-from zeromesh.wires.format import Codec, WireFormat, has_triton
+from zeromesh.wires import has_triton
+from zeromesh.wires.format import Codec, WireFormat
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,69 @@
+"""Whole tensors in the place of slices, in states of any shape, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zeromesh.engine.control import reduce_over
+from zeromesh.engine.engine import Engine
+from zeromesh.engine.param import Slice
+from zeromesh.errors import InputError
+from zeromesh.pieces.piece import copy_shared, whole
+
+
+def whole_state(state: Any, engine: Engine | None = None, *, everywhere: bool = False) -> Any:
+    """A state with whole tensors in the place of its slices: a state dict of a sharded model, a moving average.
+
+    All ranks call it, with the same names.
+
+    Args:
+        state: dicts, lists and tuples of slices and of anything else.
+        engine: whose ranks have the slices; None for all ranks of the job.
+        everywhere: on all ranks, where the slices are; else on the CPU of the job's first rank, and None on the others.
+    """
+    control = None if engine is None else engine.control
+    groups = [dist.group.WORLD] if control is None else [control.group, *control.beyond]
+
+    def gathered(sliced: Slice) -> Tensor | None:
+        own = sliced.piece()
+        values = torch.zeros(sliced.shape, dtype=own.local.dtype, device=own.local.device)
+        copy_shared(own, whole(own.name, values))
+        for group in groups if dist.is_initialized() and values.numel() else ():
+            # Elements on several ranks are bit-equal there: a maximum of bytes is their union.
+            reduce_over(group, values.view(-1).view(torch.uint8), dist.ReduceOp.MAX)
+        return values if everywhere else values.cpu() if not dist.is_initialized() or dist.get_rank() == 0 else None
+
+    return tree_map_only(Slice, gathered, state)
+
+
+def sliced_like(current: Any, state: Any) -> Any:
+    """`state`, with a slice in the place of each whole tensor where `current`, which is built alike, has a slice."""
+    if isinstance(current, Slice) and isinstance(state, Tensor):
+        return torch.zeros_like(current).copy_(state)
+    if isinstance(current, Mapping) and isinstance(state, Mapping):
+        return {key: sliced_like(current.get(key), value) for key, value in state.items()}
+    if isinstance(current, list | tuple) and isinstance(state, list | tuple) and len(current) == len(state):
+        return type(state)(map(sliced_like, current, state))
+    return state
+
+
+def whole_of_all(state: Any, engine: Engine, *, everywhere: bool) -> Any:
+    """`whole_state` of slices that every rank has.
+
+    Raises:
+        InputError: on all ranks, where some have none.
+    """
+    names = [each.full_name for each in tree_leaves(state) if isinstance(each, Slice)]
+    if any(other != names for other in engine.control.gather(names)):
+        raise InputError(
+            "full_state_dict=True gathers tensors of which every rank has a slice, and an optimizer of zm.by_owner has "
+            "whole states on some ranks: save it with zm.Checkpoints, or leave full_state_dict out and save with "
+            "torch.distributed.checkpoint; zm.full_state_dict(model) gathers the model"
+        )
+    return whole_state(state, engine, everywhere=everywhere)
