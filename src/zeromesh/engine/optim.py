@@ -12,9 +12,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial, wraps
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from zeromesh.engine.calls import as_python
-from zeromesh.engine.elements import Elements
 from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.param import MARKED, ShardedParameter, Slice, in_step, loaded_operand, slice_of
 from zeromesh.errors import CheckpointError, OptimizerError
@@ -54,9 +54,21 @@ UNPROVEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, Slice)
 
-WHOLE: weakref.WeakKeyDictionary[Optimizer, Mapping[ShardedParameter, Region]] = weakref.WeakKeyDictionary()
-"""By optimizer that steps on whole tensors (`zeromesh.owners`): the parameters that it steps on here, each with the
-region that it has: all, or those tensors of a batch that the ranks along further axes do not have."""
+
+class Whole(ABC, dict[ShardedParameter, Region]):
+    """The parameters that an optimizer of whole tensors (`zeromesh.owners`) steps on here, each with the region that it
+    has: all, or those tensors of a batch that the ranks along further axes do not have."""
+
+    @abstractmethod
+    def shown(self, param: ShardedParameter, key: str, value: Any) -> Any:
+        """A state as `state_dict()` holds it."""
+
+    @abstractmethod
+    def take(self, optimizer: Optimizer) -> None:
+        """`take_slices` of such an optimizer."""
+
+
+WHOLE: weakref.WeakKeyDictionary[Optimizer, Whole] = weakref.WeakKeyDictionary()
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _installed: list[Any] = []
@@ -79,10 +91,10 @@ def elementwise(optimizer: Optimizer) -> Optimizer:
 def stored(key: str, state: torch.Tensor) -> dict[str, torch.Tensor]:
     """The plain tensors that a state consists of, by the names that they are saved under: itself, or the codes and
     scales of a quantised one."""
-    return {f"{key}:{part}": getattr(state, part) for part in _parts(state)} or {key: state}
+    return {f"{key}:{part}": getattr(state, part) for part in plain_parts(state)} or {key: state}
 
 
-def _parts(state: torch.Tensor) -> list[str]:
+def plain_parts(state: torch.Tensor) -> list[str]:
     """As `torch.compile` asks subclasses of Tensor for the tensors inside them."""
     flatten: Any = getattr(state, "__tensor_flatten__", None)
     return list(flatten()[0]) if flatten else []
@@ -219,12 +231,11 @@ def _as_slices(optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
     """A state dict with this rank's states as slices; the optimizer's own, which `found` refers to, stay."""
     indices = [index for group in found["param_groups"] for index in group["params"]]
     states, groups = dict(found["state"]), found["param_groups"]
-    if optimizer in WHOLE:
+    if (whole := WHOLE.get(optimizer)) is not None:
         groups = [{**group, _BY_OWNER: True} for group in groups]
     for index, param in zip(indices, _params(optimizer), strict=True):
         if isinstance(param, ShardedParameter) and index in states:
-            owned = WHOLE.get(optimizer, {}).get(param)
-            shown = _as_slice if owned is None else partial(_as_whole, owned=owned)
+            shown = _as_slice if whole is None or param not in whole else whole.shown
             states[index] = {key: shown(param, key, value) for key, value in states[index].items()}
     return {**found, "state": states, "param_groups": groups}
 
@@ -236,21 +247,11 @@ def _as_slice(param: ShardedParameter, key: str, value: Any) -> Any:
     return slice_of(param.elements, value)
 
 
-def _as_whole(param: ShardedParameter, key: str, value: Any, *, owned: Region) -> Any:
-    if not isinstance(value, torch.Tensor) or not value.dim() or value.dtype not in DTYPE_NAMES or _parts(value):
-        return value
-    region = owned.of(owned.whole_shape(value.shape))
-    place = None if region.is_whole else (region, 0, 0)
-    shape, name, writes = torch.Size(region.shape), f"{param.full_name}.{key}", param.writes
-    own = Elements(shape=shape, place=place, name=name, region=region, start=0, numel=region.numel, writes=writes)
-    return slice_of(own, value.detach().contiguous().view(-1))
-
-
 def take_slices(optimizer: Optimizer) -> None:
     """States that came from such a state dict, or from one of whole tensors, as the optimizer steps on them."""
     whole = any([group.pop(_BY_OWNER, False) for group in optimizer.param_groups])
     if optimizer in WHOLE:
-        return _take_whole(optimizer, WHOLE[optimizer])
+        return WHOLE[optimizer].take(optimizer)
     if whole:
         optimizer.state.clear()
         raise CheckpointError(
@@ -272,38 +273,6 @@ def take_slices(optimizer: Optimizer) -> None:
                     MARKED[state[key]] = param.elements
 
 
-def _take_whole(optimizer: Optimizer, own: Mapping[ShardedParameter, Region]) -> None:
-    """The same of one that steps on whole tensors: on its own, with all of their states."""
-    for states in optimizer.state.values():  # of all parameters: owners alone would raise else
-        for value in states.values():
-            if isinstance(value, Slice) and value.elements.place and not isinstance(value.elements.place[0], Region):
-                raise CheckpointError(
-                    f"an optimizer of zm.by_owner has whole states, but load_state_dict got slices, such as those of "
-                    f"{value.elements}: load them with zm.Checkpoints"
-                )
-    for param in [param for param in optimizer.state if param not in own]:
-        del optimizer.state[param]
-    for param, owned in own.items():
-        state: dict[str, Any] = optimizer.state.get(param, {})
-        for key, value in state.items():
-            if isinstance(value, Slice):
-                held, value = value.elements.region, value.local.view(value.elements.region.sizes)
-            elif owned.batch and isinstance(value, torch.Tensor) and owned.is_part_of(value.shape):
-                held = Region.whole(value.shape)
-            else:
-                continue
-            region = owned.of(held.shape)
-            if held == region:
-                state[key] = value
-            elif held.is_whole:
-                state[key] = value[region.index].clone()
-            else:
-                raise CheckpointError(
-                    f"state {key!r} of {param.elements}: load_state_dict needs {region} here, and was given {held}: "
-                    f"use zm.Checkpoints or torch.distributed.checkpoint"
-                )
-
-
 def is_number(key: str, state: torch.Tensor) -> bool:
     """Whether a 0-d state is no slice of a 0-d parameter: a count, or one of torch's `NUMBERS`."""
     return key in NUMBERS or (not state.dim() and not state.is_floating_point())
@@ -319,7 +288,7 @@ def require_known_states(optimizer: Optimizer, failure: RuntimeError | None = No
     strange, unlike, whole = set[str](), set[str](), optimizer in WHOLE
     for param, state in optimizer.state.items():
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and type(value) not in _PLAIN and not (whole and _parts(value)):
+            if isinstance(value, torch.Tensor) and type(value) not in _PLAIN and not (whole and plain_parts(value)):
                 strange.add(key)
             elif failure and isinstance(param, ShardedParameter) and isinstance(value, torch.Tensor):
                 unlike.update([key] if value.numel() not in (1, param.elements.numel) else [])

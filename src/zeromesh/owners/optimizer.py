@@ -32,6 +32,7 @@ from zeromesh.errors import MismatchError, OptimizerError
 from zeromesh.owners.beyond import Beyond
 from zeromesh.owners.bucket import Member, OwnedBucket, WholeSteps, without_memory
 from zeromesh.owners.stacks import Stacking, require_stackable
+from zeromesh.owners.states import WholeStates
 from zeromesh.owners.trial import require_tensorwise, small_like, trial_state, trial_state_bytes
 from zeromesh.pieces.owners import (
     BUCKET_BYTES,
@@ -195,7 +196,9 @@ class OwnerOptimizer(Optimizer):
         for part in passage(layout, self.placements, self.owners.rank_of):
             parts[part.tensor].append(part)
         mine = [any(part.owner == rank for part in parts[index]) for index in range(len(params))]
-        WHOLE[self] = {param: region for param, region, own in zip(params, joined, mine, strict=True) if own}
+        WHOLE[self] = WholeStates(
+            (param, region) for param, region, own in zip(params, joined, mine, strict=True) if own
+        )
         UNPROVEN.add(self)
         # All of them if any move, since of those that are divided elsewhere too ranks may have to send others.
         self._moving = params if any(part.hops for own in parts.values() for part in own) else []
