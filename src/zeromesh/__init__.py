@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from zeromesh.checkpoint.full_state import full_state_dict, load_full_state_dict
     from zeromesh.checkpoint.huggingface import load_safetensors, save_safetensors
     from zeromesh.checkpoint.redistribute import copy_values
-    from zeromesh.engine.api import (
+    from zeromesh.engine.optim import elementwise
+    from zeromesh.engine.parked import parked
+    from zeromesh.engine.steps import (
         accumulate,
         clip_grad_norm_,
         refresh,
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
         sum_over_ranks,
         zero_grad,
     )
-    from zeromesh.engine.optim import elementwise
-    from zeromesh.engine.parked import parked
     from zeromesh.integrations.loading import from_pretrained
     from zeromesh.integrations.pipelining import pipeline
     from zeromesh.observe.record import record_trace
@@ -48,10 +48,10 @@ _HOMES = {
     "Sharding": "zeromesh.sharding.value",
     "Strategy": "zeromesh.strategy",
     "Workload": "zeromesh.planner",
-    "accumulate": "zeromesh.engine.api",
+    "accumulate": "zeromesh.engine.steps",
     "by_owner": "zeromesh.owners.optimizer",
     "check_replicas": "zeromesh.observe.replicas",
-    "clip_grad_norm_": "zeromesh.engine.api",
+    "clip_grad_norm_": "zeromesh.engine.steps",
     "copy_values": "zeromesh.checkpoint.redistribute",
     "elementwise": "zeromesh.engine.optim",
     "from_pretrained": "zeromesh.integrations.loading",
@@ -63,15 +63,15 @@ _HOMES = {
     "pipeline": "zeromesh.integrations.pipelining",
     "plan": "zeromesh.api",
     "record_trace": "zeromesh.observe.record",
-    "refresh": "zeromesh.engine.api",
-    "register_forward_method": "zeromesh.engine.api",
+    "refresh": "zeromesh.engine.steps",
+    "register_forward_method": "zeromesh.engine.steps",
     "rehearse": "zeromesh.rehearsal.own",
     "save_safetensors": "zeromesh.checkpoint.huggingface",
     "shard": "zeromesh.sharding",
     "simulate": "zeromesh.api",
-    "sum_over_ranks": "zeromesh.engine.api",
+    "sum_over_ranks": "zeromesh.engine.steps",
     "traffic_report": "zeromesh.observe.report",
-    "zero_grad": "zeromesh.engine.api",
+    "zero_grad": "zeromesh.engine.steps",
 }
 
 __all__ = [

@@ -21,12 +21,13 @@ from zeromesh.checkpoint.full_state import buffers_of, persistent_buffers
 from zeromesh.checkpoint.manifest import DamagedError, TensorEntry
 from zeromesh.checkpoint.read import Reader, require_match
 from zeromesh.checkpoint.states import EXTRA, extra_names
-from zeromesh.engine.api import engine_of, require_joint
+from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control, gather_over
 from zeromesh.engine.engine import Engine, Pipeline
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.optim import WHOLE, is_number, stored, take_slices
 from zeromesh.engine.param import ShardedParameter, Slice
+from zeromesh.engine.steps import require_joint
 from zeromesh.errors import CheckpointError, InputError
 from zeromesh.owners.optimizer import OwnerOptimizer
 from zeromesh.pieces.piece import DTYPE_NAMES, DTYPES, Piece, share, whole

@@ -58,7 +58,9 @@ RANDOM = spelt("rand_like randn_like")
 SIZED = spelt("new_zeros new_ones new_empty new_full new_tensor")
 # One value for the elements that an index chooses.
 CHOOSING = spelt("__setitem__ index_fill index_fill_")
-# Over all ranks.
+# Numbers of the whole tensor, over all ranks: `zeromesh.engine.reductions`.
+NUMBERS = frozenset({"item", "__float__", "__int__", "__bool__", "__index__", "is_nonzero"})
+REDUCTIONS = spelt(f"sum mean amax max amin min count_nonzero any all dot vdot equal allclose {' '.join(NUMBERS)}")
 NORMS = spelt("norm vector_norm linalg_vector_norm linalg_norm _foreach_norm")
 UNSCALING = spelt("_amp_foreach_non_finite_check_and_unscale_")
 # The same for the whole tensor as for a slice of it. Properties of this rank's memory (stride, data_ptr,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zeromesh.comm import AxisGroup, Lane, axis_ranks, make_groups, mesh_group
+from zeromesh.comm import Lane, make_groups, mesh_group
 from zeromesh.comm.groups import Registration, registered
 from zeromesh.engine.backend import STREAMED, DeviceBackend, LaneName, UnitShards
 from zeromesh.engine.chain import Scratch
@@ -27,12 +27,11 @@ from zeromesh.engine.hooks import install, watch_reads
 from zeromesh.engine.leaf import local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, parts_of_root
 from zeromesh.errors import MeshError, ModelError
-from zeromesh.files import core_numbers, machine_id
 from zeromesh.modules import clean_name, lacks_values, tensors_of
-from zeromesh.schedule import ITEM_BYTES, LANES, Schedule, lent_axes
+from zeromesh.schedule import ITEM_BYTES, LANES, Schedule
 from zeromesh.schedule.buffer_layout import SlotPart, slot_bytes
 from zeromesh.schedule.transfer import COPIES, LaneKind
-from zeromesh.strategy import Axis, Layout
+from zeromesh.strategy import Layout
 from zeromesh.strategy.stage import HOST
 from zeromesh.wires import has_triton
 
@@ -129,7 +128,15 @@ def build_engine(
     chosen = "; ".join(f"{part} {home.layout.strategy} on {home.layout.mesh}".lstrip() for part, home in homes.items())
     control.require_same("strategy", f"{chosen}{' registered' * register}")
     control.require_same("model", _digest(model, modules, precision, lazy))
-    groups = _groups_of(homes, register=register)
+    if len(homes) > 1:
+        from zeromesh.engine.parts import groups_of  # of parts=
+
+        groups = groups_of(homes, register=register)
+    else:
+        mesh, axes = homes[""].mesh, homes[""].layout.axes
+        # Replicated parameters are gathered after a step alone, when nothing is reduced.
+        in_turn = {axis.name for axis in axes if not axis.stage.shards_params}
+        groups = {} if mesh is None else make_groups(mesh, axes, registered=register, in_turn=in_turn)
     schedule = Schedule.of(
         homes[""].layout,
         units,
@@ -140,6 +147,8 @@ def build_engine(
     watch_reads(modules, model.modules())
     host, cores = None, 0
     if schedule.memory.host is not None:  # a plan is the same on all ranks
+        from zeromesh.engine.hosted import take_host_memory  # of host=
+
         less = f"give the host a lower stage than {HOST}={schedule.layout.strategy.host.value}, or use more machines"
         host, cores = take_host_memory(schedule.memory.host.total_bytes, control, device, call="zm.shard", less=less)
     shards = _fill_shards(model, modules, schedule, homes, device, init, lazy, host)
@@ -180,72 +189,6 @@ def build_engine(
         backend.unuse(index)
     install(engine, 0, parts_of_root(model, modules), precision.param, alone=True)
     return engine
-
-
-def take_host_memory(
-    wanted: int, control: Control, device: torch.device, *, call: str, less: str
-) -> tuple[HostLink, int]:
-    """Memory of the host for this rank's shards, and its share of the host's cores; all ranks call this together.
-
-    Args:
-        call: of the user, and how it could take `less`, for the message.
-
-    Raises:
-        ModelError: a machine has less memory than its ranks would take, states of the optimizer not counted.
-    """
-    from zeromesh.comm.host import HostArena, HostLink, free_bytes  # of host=
-
-    found = control.gather((machine_id(), core_numbers(), wanted))
-    here = [taken for machine, _, taken in found if machine == machine_id()]
-    sharing = [machine for machine, cores, _ in found if (machine, cores) == (machine_id(), core_numbers())]
-
-    def allocate() -> HostLink:
-        free = free_bytes(device)
-        if free is not None and sum(here) > free:
-            raise ModelError(
-                f"{len(here)} rank(s) of this machine need {sum(here) / 1e9:.1f} GB of its memory and further memory "
-                f"for optimizer states, but only {free / 1e9:.1f} GB are free (MemAvailable, memory.max): {less}"
-            )
-        return HostLink(HOST, HostArena(max(1, wanted), device), device, ranks=len(here))
-
-    return control.together(allocate, call=call), len(core_numbers()) // len(sharing)
-
-
-def _groups_of(homes: Mapping[str, Home], *, register: bool) -> dict[str, AxisGroup]:
-    """The groups of every axis of every layout. An axis of a part reuses another's communicators if all ranks can."""
-    meshes = {home.layout.part: home.mesh for home in homes.values()}
-
-    def line(layout: Layout, axis: Axis) -> tuple[int, ...]:
-        mesh = meshes[layout.part]
-        assert mesh is not None  # an axis has ranks
-        return axis_ranks(mesh, axis)
-
-    layouts = [home.layout for home in homes.values()]
-    lent = _agreed(lent_axes(layouts, line), layouts, homes[""].control)
-    axes = [axis for layout in layouts for axis in layout.axes]
-    # Replicated parameters are gathered after a step alone, when nothing is reduced.
-    beside = {lent.get(axis.name, axis.name) for axis in axes if axis.stage.shards_params}
-    in_turn = {axis.name for axis in axes} - beside
-    found = dict[str, AxisGroup]()
-    for home in homes.values():
-        if home.mesh is not None:
-            own = [axis for axis in home.layout.axes if axis.name not in lent]
-            found |= make_groups(home.mesh, own, registered=register, in_turn=in_turn)
-        borrowed = (axis.name for axis in home.layout.axes if axis.name in lent)
-        found |= {name: found[lent[name]].lent(name) for name in borrowed}
-    return found
-
-
-def _agreed(lent: Mapping[str, str], layouts: Sequence[Layout], control: Control) -> dict[str, str]:
-    """The loans that all ranks can make alike, since ranks make communicators together."""
-    names = [axis.name for layout in layouts for axis in layout.axes]
-    if len(layouts) == 1:
-        return {}
-    places = [names.index(lent.get(name, name)) for name in names]
-    words = torch.tensor([*places, *(-place for place in places)], device=control.device)
-    highest, lowest = control.reduce_all(words, dist.ReduceOp.MAX).view(2, -1).tolist()
-    same = (name for name, high, low in zip(names, highest, lowest, strict=True) if high == -low)
-    return {name: lent[name] for name in same if name in lent}
 
 
 def _digest(model: nn.Module, modules: Sequence[ModuleUnit], precision: Precision, lazy: AbstractSet[str]) -> str:

@@ -45,7 +45,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeromesh.engine import allowed
 from zeromesh.engine.elements import Elements, require_alike, tensors_in
-from zeromesh.engine.reductions import REDUCTIONS, whole_norms, whole_value
 from zeromesh.errors import CheckpointError, ModelError, OptimizerError
 from zeromesh.pieces.region import Region
 from zeromesh.pieces.sliced import Sliced
@@ -623,25 +622,26 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
         raise _refusal(f"{name} of complex numbers", args, kwargs)
     if name.endswith("dot") and any(each.dim() != 1 or each.shape != like.shape for each in operands):
         raise _refusal(f"{name} of tensors that are not of one dimension and one length", args, kwargs)
-    if name in _NUMBERS:
+    if name in allowed.NUMBERS:
         return _number(func, like)
     own = own if dtype is None else [each.to(dtype) for each in own]
     like_torch = func(*(torch.ones(1, dtype=each.dtype) for each in own), **options)
 
     def compute() -> Any:
+        from zeromesh.engine.reductions import whole_value  # of numbers of whole tensors
+
         found = whole_value(name, like.elements, own, options)
         return found.to(dtype or like_torch.dtype) if isinstance(like_torch, Tensor) else found.item()
 
     return _apart(name, compute, args, kwargs) if isinstance(like_torch, Tensor) else compute()
 
 
-_NUMBERS = frozenset({"item", "__float__", "__int__", "__bool__", "__index__", "is_nonzero"})
-
-
 def _number(func: Any, source: Slice) -> Any:
     """The only element of a tensor, as a number; only some ranks hold it."""
     if source.numel() != 1:
         raise _refusal(func, [source])
+    from zeromesh.engine.reductions import whole_value
+
     found = whole_value("item", source.elements, [source.local], {})
     return func(found.to(source.dtype))
 
@@ -662,6 +662,8 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     local, elements = [tensor.local for tensor in slices], [tensor.elements for tensor in slices]
     power = 2.0 if frobenius else float(order)
     local = local if dtype is None else [each.to(dtype) for each in local]
+    from zeromesh.engine.reductions import whole_norms
+
     norms = _apart(name, lambda: whole_norms(name, elements, local, power), args, kwargs)
     return list(norms) if name == "_foreach_norm" else norms[0]
 
@@ -733,7 +735,7 @@ _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
     _make: allowed.COPIES,
     _draw: allowed.RANDOM,
     _norm: allowed.NORMS,
-    _reduce: allowed.spelt(" ".join((*REDUCTIONS, *_NUMBERS))),
+    _reduce: allowed.REDUCTIONS,
     _unscale: allowed.UNSCALING,
     _count: [torch.numel],
     _set_chosen: allowed.CHOOSING,

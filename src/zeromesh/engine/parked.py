@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from zeromesh.comm.host import padded
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.build import take_host_memory
 from zeromesh.engine.engine import Engine
+from zeromesh.engine.hosted import take_host_memory
 from zeromesh.engine.leaf import bytes_of
 from zeromesh.engine.optim import take_slices
 from zeromesh.errors import ModelError

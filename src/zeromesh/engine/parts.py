@@ -7,15 +7,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeromesh.comm import AxisGroup, axis_ranks, make_groups
 from zeromesh.engine.control import Control
+from zeromesh.engine.elements import Home
 from zeromesh.engine.spread import Spread, groups_beyond
 from zeromesh.errors import MeshError, MismatchError, ModelError, NotationError
 from zeromesh.modules import clean_name, is_sharded
-from zeromesh.strategy import Layout, Strategy
+from zeromesh.schedule.lent import lent_axes
+from zeromesh.strategy import Axis, Layout, Strategy
 from zeromesh.strategy.parts import Parts, Sizes, belongs, layouts_of, part_name, require_known, with_given
 
 
@@ -188,6 +192,41 @@ def require_divided(part: str, mesh: DeviceMesh, control: Control) -> None:
                 f"as rank {other} has it: make its mesh alike on all of them, as a slice of one mesh of all ranks, "
                 f"with its dimensions in one order"
             )
+
+
+def groups_of(homes: Mapping[str, Home], *, register: bool) -> dict[str, AxisGroup]:
+    """The groups of every axis of every layout. An axis of a part reuses another's communicators if all ranks can."""
+    meshes = {home.layout.part: home.mesh for home in homes.values()}
+
+    def line(layout: Layout, axis: Axis) -> tuple[int, ...]:
+        mesh = meshes[layout.part]
+        assert mesh is not None  # an axis has ranks
+        return axis_ranks(mesh, axis)
+
+    layouts = [home.layout for home in homes.values()]
+    lent = _agreed(lent_axes(layouts, line), layouts, homes[""].control)
+    axes = [axis for layout in layouts for axis in layout.axes]
+    # Replicated parameters are gathered after a step alone, when nothing is reduced.
+    beside = {lent.get(axis.name, axis.name) for axis in axes if axis.stage.shards_params}
+    in_turn = {axis.name for axis in axes} - beside
+    found = dict[str, AxisGroup]()
+    for home in homes.values():
+        if home.mesh is not None:
+            own = [axis for axis in home.layout.axes if axis.name not in lent]
+            found |= make_groups(home.mesh, own, registered=register, in_turn=in_turn)
+        borrowed = (axis.name for axis in home.layout.axes if axis.name in lent)
+        found |= {name: found[lent[name]].lent(name) for name in borrowed}
+    return found
+
+
+def _agreed(lent: Mapping[str, str], layouts: Sequence[Layout], control: Control) -> dict[str, str]:
+    """The loans that all ranks can make alike, since ranks make communicators together."""
+    names = [axis.name for layout in layouts for axis in layout.axes]
+    places = [names.index(lent.get(name, name)) for name in names]
+    words = torch.tensor([*places, *(-place for place in places)], device=control.device)
+    highest, lowest = control.reduce_all(words, dist.ReduceOp.MAX).view(2, -1).tolist()
+    same = (name for name, high, low in zip(names, highest, lowest, strict=True) if high == -low)
+    return {name: lent[name] for name in same if name in lent}
 
 
 def modules_apart(model: nn.Module, layouts: Mapping[str, Layout]) -> Iterator[tuple[str, nn.Module, str]]:

@@ -18,7 +18,8 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainerCallback
 
-from zeromesh.engine.api import clip_grad_norm_, engine_of, zero_grad
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.steps import clip_grad_norm_, zero_grad
 from zeromesh.errors import NonFiniteError
 from zeromesh.integrations.elastic import EXIT_PREEMPTED, NonFinite, asked_by, describe, noticing
 from zeromesh.observe.replicas import check_replicas

@@ -27,9 +27,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zeromesh.engine.api import accumulate, engine_of
+from zeromesh.engine.api import engine_of
 from zeromesh.engine.hooks import install
 from zeromesh.engine.optim import check_optimizer, updates
+from zeromesh.engine.steps import accumulate
 from zeromesh.engine.whole import whole_state
 from zeromesh.errors import CheckpointError, InputError
 from zeromesh.integrations.methods import refuse, require_plain, require_sharding, shard_model, with_mixed_precision

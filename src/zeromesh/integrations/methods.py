@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zeromesh.engine.api import ENGINE, accumulate
+from zeromesh.engine.api import ENGINE
 from zeromesh.engine.shardable import require_unwrapped
+from zeromesh.engine.steps import accumulate
 from zeromesh.errors import InputError, ModelError
 from zeromesh.modules import DTYPE_NAMES, give_method
 from zeromesh.sharding.value import Sharding

@@ -10,7 +10,7 @@ from zeromesh.schedule.buffer_layout import BufferLayout, Route, place
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.program import PointKind, Schedule
 from zeromesh.schedule.state import Backward, Call, Forward, GradState, Reducing, Reduction
-from zeromesh.schedule.transfer import LANES, LaneKind, Transfer, lane_axes, lent_axes
+from zeromesh.schedule.transfer import LANES, LaneKind, Transfer, lane_axes
 from zeromesh.schedule.unit import (
     BUCKET_BYTES,
     FROZEN_BYTES,
@@ -47,7 +47,6 @@ __all__ = [
     "join_units",
     "joined_name",
     "lane_axes",
-    "lent_axes",
     "neighbours",
     "place",
 ]

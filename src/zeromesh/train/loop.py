@@ -17,7 +17,8 @@ from torch.nn import functional
 from zeromesh.api import plan
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.run import RunCheckpoints
-from zeromesh.engine.api import accumulate, clip_grad_norm_, engine_of, zero_grad
+from zeromesh.engine.api import engine_of
+from zeromesh.engine.steps import accumulate, clip_grad_norm_, zero_grad
 from zeromesh.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
 from zeromesh.files import require_writable, write_whole
 from zeromesh.integrations.elastic import NonFinite, asked_by, describe, mesh_text

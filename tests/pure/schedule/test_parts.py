@@ -10,8 +10,9 @@ import pytest
 
 from tests.pure.schedule.test_transfers import buffer
 from tests.pure.strategy.mixes import mixes, notation
-from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit, join_units, lent_axes, neighbours
+from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit, join_units, neighbours
 from zeromesh.schedule.bucket import Bucket, BucketSteps, Shipment
+from zeromesh.schedule.lent import lent_axes
 from zeromesh.schedule.step import sent_bytes_per_axis
 from zeromesh.schedule.unit import join
 from zeromesh.strategy import Layout, Strategy
