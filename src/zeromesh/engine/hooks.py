@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.engine.calls import CastCalls, as_python, tensors_of
+from zeromesh.engine.calls import as_python, tensors_of
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import ModuleUnit
@@ -70,7 +70,11 @@ def install_on_method(engine: Engine, module: nn.Module, name: str) -> None:
 def _points(reference: weakref.ref[Engine], unit: int, cast: torch.dtype | None, *, alone: bool) -> tuple[Any, Any]:
     """The hooks before and after a forward. `alone`: only calls count that are in no other forward of the model, nor in
     a backward."""
-    calls = CastCalls(cast) if cast is not None else None
+    calls = None
+    if cast is not None:
+        from zeromesh.engine.casts import CastCalls  # of param_dtype=
+
+        calls = CastCalls(cast)
     counts: list[bool] = []  # of its calls that run
 
     @as_python
