@@ -223,8 +223,7 @@ FAILED_DRAIN_S = 5.0
 
 @atexit.register
 def drain() -> None:
-    """Waits for jobs under way before the process ends. A thread that came back from a collective into an interpreter
-    that is gone would abort the process, and its exit code would be lost."""
+    """Waits for jobs under way before the process ends: docs/decisions/0019."""
     longest_s = FAILED_DRAIN_S if hasattr(sys, "last_value") else DRAIN_S
     ends = time.monotonic() + longest_s
     for jobs in list(_threads.values()):

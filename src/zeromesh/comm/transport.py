@@ -4,10 +4,8 @@
     Messages     sends and receives by this rank's own threads; this rank sums the received terms
     HostCopies   messages of copies on the host
 
-[Note: Messages] Measured (benchmarks/results/collectives.md, "How a gather is sent"): gathers and long reductions are
-send and recv in pieces of 1 MiB: no collective's staging copies, both directions at once, and least CPU time, which on
-loopback is the time. All receives are posted before the first send, since gloo sends nothing before the receiver is
-ready.
+[Note: Messages] Gathers and long reductions are send and recv in pieces of 1 MiB: docs/decisions/0015. All receives are
+posted before the first send, since gloo sends nothing before the receiver is ready.
 
 A message costs some 30 us, and more where the cores are oversubscribed: gloo's event thread spins while the calling
 thread, perhaps preempted, holds the lock of a connection. So reductions of chunks up to 128 KiB are one native

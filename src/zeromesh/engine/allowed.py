@@ -1,8 +1,7 @@
 """Which of torch's functions may act on slices of tensors: [Note: Slices] of `zeromesh.engine.param`.
 
-A list of refused functions would be as long as torch and grow with it, and each gap in it would give wrong numbers
-without a word. A gap in this list is an error that names a remedy. A name stands for every spelling that torch has of
-it: the function, the method, the one in place, operators and foreach.
+A name stands for every spelling that torch has of it: the function, the method, the one in place, operators and
+foreach.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """The schedule's back end on real devices: chains of collectives on lanes.
 
-[Note: Lanes] A lane carries out its jobs in the order in which they were issued, beside the computation: on CPU in a
-thread, on CUDA in a stream. Each kind of transfer has a lane, so that none waits for another that it does not need:
-refreshes and reductions to the state shard keep the slow links busy at a step's end, while gathers and reductions of
-other units go over the fast ones. An axis has one communicator for gathers and one for reductions; no axis is in both
-lanes of a direction (`lane_axes`). These are the memory that a job reads and writes, and why nobody else touches it:
+[Note: Lanes] Each kind of transfer has a lane, so that none waits for another that it does not need:
+docs/decisions/0013. This is the memory that a job reads and writes, and why nobody else touches it:
 
     refresh   master -> params    optimizers wait for it before they step
     unshard   params -> full      follows the unit's refresh; the interpreter gives a slot to one unit at a time, and
@@ -14,10 +11,8 @@ lanes of a direction (`lane_axes`). These are the memory that a job reads and wr
     step      grads -> master     that lies on the host; the unit's refresh follows: [Note: Beside] of
                                   `zeromesh.engine.beside`. On the device two lanes take turns, unit by unit
 
-[Note: Versions] Autograd remembers the version of each tensor that it saves, and raises if that is another when it is
-used. A slot's version names the unit whose parameters it holds. From the start of a gather until the wait for it, it
-names none. So a graph that reads a slot outside its unit's turn raises, for any reason: a penalty that a forward
-computes and does not return, a block whose outputs no hook can see.
+[Note: Versions] A slot's version names the unit whose parameters it holds, from the start of a gather until the wait
+for it none: so autograd raises where a graph reads a slot outside its unit's turn (docs/decisions/0016).
 
 [Note: Casts] Some forwards cast a module (`self.classifier.to(torch.float32)`), which gives its leaf other memory. The
 masters stay as they are, so the cast holds for as long as the unit is in use, in the backward too: autograd has saved

@@ -10,15 +10,9 @@ meanwhile. Whoever looks at a slice's values, a gradient's or a state comes afte
 first backward after them, which writes to the gradients' memory. A plain tensor of such memory that somebody has kept
 from before knows nothing of it.
 
-The first step on a parameter, which makes its states, is waited for, and fails on all ranks if it does on one. Once a
-unit has its states, those of the later units are known too: the step raises if the machine has no room for them, where
-Linux would end a process. Torch's fused kernels are chosen for the host where the user has chosen none: without them
-one Python thread would issue each operation of each parameter.
-
-With `;step=device` a unit's masters and states come to the device, are stepped on and go back, `STREAMED_ELEMENTS` at a
-time. Two lanes of the device take turns, so the copies of a unit run beside the step of the one before, and memory is
-that of two such pieces. States that torch has made there go to the host's memory, together for each name and buffer.
-States that a load has made are copied there.
+Torch's fused kernels are chosen for the host where the user has chosen none: without them one Python thread would issue
+each operation of each parameter. States that torch has made on the device (`;step=device`) go to the host's memory,
+together for each name and buffer; those that a load has made are copied there. The rest is in docs/decisions/0042.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Hooks that turn a module's forward and backward into points of the schedule.
 
-[Note: Reads] A forward may use parameters of other units: a loss of hidden states and the head's weight, a custom
-autograd.Function. Modules therefore hold their parameters in a dict that sees a parameter being read. In a forward,
-reading one of a unit that is not open opens the unit until the outermost forward ends, and gives the whole parameter.
-A unit that shares its gather slot cannot stay open while other units run: of such a unit the slice is read, and each of
-torch's functions on that opens the unit while it computes (`Engine.on_demand`).
+[Note: Reads] A forward that reads a parameter of a unit that is not open opens the unit until the outermost forward
+ends. Of a unit that shares its gather slot it reads the slice, and each of torch's functions on that opens the unit
+while it computes (`Engine.on_demand`): docs/decisions/0039.
 """
 
 from __future__ import annotations

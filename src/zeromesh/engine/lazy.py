@@ -1,10 +1,8 @@
 """Values that a model has in files: each rank reads its own slices once there are shards.
 
-[Note: Lazy] Whoever builds a model on the meta device may promise where the values of its tensors are. A lazy
-tensor gets no memory until it is sharded, and is neither initialised nor sent. Then every rank fills its slice, so that
-none has more than its shard. Until then it looks like a tensor of the host. Questions that need no values are answered
-without them: shapes, dtypes, copies of modules, casts. Any other function of it, and any write, first reads the whole
-tensor on this rank; from then on it is an ordinary tensor with values.
+[Note: Lazy] A lazy tensor gets no memory until it is sharded, and is neither initialised nor sent; then every rank
+fills its slice. Until then functions that need no values are answered without them, and any other function, and any
+write, first reads the whole tensor on this rank: docs/decisions/0033.
 
 Several tensors may show the same values (`p.data`, `p.detach()`): they share a `_Cell`, as others share a storage.
 """

@@ -17,9 +17,8 @@ gradient that nobody has stepped on. All ranks show the same gradients, so all w
 follows when that optimizer steps, when the gradient is dropped (a `GradScaler` has skipped the step, say), or at the
 latest when the next forward begins, on all ranks. Writes by hand are brought to copies when the next forward begins.
 
-[Note: Weights] The weight of a micro-batch multiplies this rank's gradients, not its loss. That fails for experts that
-get tokens from other ranks: their gradients are sums over ranks with different weights. There the loss carries the
-weight, so that gradients arrive weighed.
+[Note: Weights] The weight of a micro-batch multiplies this rank's gradients, not its loss. Experts get tokens from
+ranks with different weights, so there the loss carries the weight: docs/decisions/0029.
 """
 
 from __future__ import annotations

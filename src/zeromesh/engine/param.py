@@ -1,15 +1,9 @@
 """The optimizer's parameters: each original parameter as this rank's slice of the master, under its own name.
 
-[Note: Slices] To C++, a slice is a plain 1-D tensor; a `ShardedParameter` is a view of the flat master. Plain, foreach
-and fused optimizers run on it at full speed. To Python it is the whole tensor: `shape`, `ndim`, `size()` and `numel()`
-are the original parameter's, since people split weight decay by them, and it knows which elements it has: [Note:
-Elements] of `zeromesh.engine.elements`. A list says which functions take it (`zeromesh.engine.allowed`):
-
-- Elementwise functions give slices, in place or not, with or without autograd. Other slices must hold the same
-  elements; plain operands are read against the whole shape, and this rank takes its elements of them. None of these
-  functions communicates, and a refusal is the same on all ranks.
-- Reductions give the number of the whole tensor, and are collectives: `zeromesh.engine.reductions`.
-- Everything else raises, since its result would silently be of one slice.
+[Note: Slices] To C++, a slice is a plain 1-D tensor; a `ShardedParameter` is a view of the flat master. To Python it is
+the whole tensor. A list says which functions take it (`zeromesh.engine.allowed`): elementwise ones, which give slices
+and never communicate, and reductions (`zeromesh.engine.reductions`), which are collectives. Everything else raises,
+since its result would silently be of one slice: docs/decisions/0002.
 
 Autograd does not reach the parameters that a unit computes with, which are leaves of its own. So a result that autograd
 would follow raises when a gradient arrives at it.
@@ -20,10 +14,8 @@ Inside a forward of the model nothing is refused: a function that uses a paramet
 for as long as it takes, as a call of the unit. All ranks run the same code there; elsewhere one of them may be alone.
 
 [Note: Stepping] Inside the step of an optimizer that has been looked at, operands are not compared, and new tensors are
-plain 1-D tensors of this rank's elements: an optimizer's states belong to their parameter, and Python for each of them
-would cost more than small steps take. `MARKED` says which elements they are, so that the same optimizer's functions
-outside of a step (`eval()` of a schedule-free one) may use them beside slices. Hooks and closures of the user's are
-outside of the step. It is never compiled: dynamo would ask each slice for the strides of the whole tensor.
+plain 1-D tensors of this rank's elements. `MARKED` says which, so that the same optimizer's functions outside of a step
+(`eval()` of a schedule-free one) may use them beside slices. Hooks and closures of the user's are outside of the step.
 """
 
 from __future__ import annotations

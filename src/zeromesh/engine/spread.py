@@ -1,11 +1,9 @@
 """Parameters that are DTensors: divided, before they are sharded, over axes that have no stage. Only a model with such
 loads this.
 
-[Note: Spread] Whoever made a parameter a DTensor (parallelize_module, a Hugging Face model's tp_plan) has left each
-rank a box of it. Flat buffers hold that local tensor, and the data-parallel ranks with the same box share it. A unit
-computes with a DTensor over the slot's memory, of the same mesh and placements; its gradient comes as a DTensor, and
-goes its way as a local tensor once it lies as the parameter does: one that is Partial, of a norm's weight under
-sequence parallelism, is summed over its axis first.
+[Note: Spread] Flat buffers hold the local tensor, and a unit computes with a DTensor over the slot's memory. Its
+gradient goes its way as a local tensor once it lies as the parameter does: one that is Partial, of a norm's weight
+under sequence parallelism, is summed over its axis first (docs/decisions/0028).
 
 A plain parameter of a model that has DTensors is the same on all their ranks.
 """

@@ -16,15 +16,9 @@ are summed over one after the other, and with `collective=flat` all of them as o
 one's; a reduction goes the other way. Where stages fall from inner to outer axis the slow link carries the small
 pieces.
 
-[Note: Host] The host is a level below the device that a strategy gives a stage too: which of P, G and OS lie in its
-memory. It cuts nothing. A lane whose source lies there begins with a copy up, one whose target lies there ends with a
-copy down, and nothing is copied where both ends are one tensor:
-
-    refresh   master (cast there) up to its part of P; P down again where that lies on the host too, if ranks have
-              exchanged it
-    unshard   P up into the slot; a kept copy down, and up again in the backward
-    reduce    the sum of earlier micro-batches up, where it is added to a micro-batch's gradient shard; their sum down
-    boundary  the state shard's part down, instead of that sum, if the last micro-batch is reduced further
+[Note: Host] The host is a level below the device that cuts nothing. A lane whose source lies there begins with a copy
+up, one whose target lies there ends with a copy down, and nothing is copied where both ends are one tensor:
+docs/decisions/0042 lists them.
 
 [Note: Alone] A gradient that nothing is added to, of the only micro-batch of its step, need not be as wide as a sum.
 Where the first reduction is that of the accumulator, on a wire of the compute dtype, the gradient is copied to the

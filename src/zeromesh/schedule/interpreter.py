@@ -18,11 +18,9 @@ accumulated. PARTIAL: the accumulator holds micro-batches, reduced over the axes
 shard holds the reduced gradient; later gradients of the same backward are reduced by themselves, then added, so nothing
 is reduced twice.
 
-[Note: Turns] Where parameters are sharded all ranks call the same units in the same order, and a unit is reduced as
-soon as its calls are over: [Note: Reverse]. Elsewhere ranks may call different units, so reductions are issued in the
-reverse of an order that all share, each once in a backward: a unit waits for those after it, and one that nothing on
-this rank will come back to sends zeros. A unit that is not known to be over by then has its turn when autograd has
-ended.
+[Note: Turns] Where parameters are sharded a unit is reduced as soon as its calls are over: [Note: Reverse]. Elsewhere
+ranks may call different units, so reductions are issued in the reverse of an order that all share, each once in a
+backward: docs/decisions/0003.
 """
 
 from __future__ import annotations

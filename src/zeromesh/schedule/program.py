@@ -31,8 +31,8 @@ ranks call the same units in the same order then. Where no parameters are sharde
 the model alone, so all refreshes start with the step.
 
 A refresh after a step in the host's memory is launched when that step has ended, and a device's host waits for it. So
-there the step starts none, and each unit's forward only those of units that it prefetches, or of the next one. All of
-that also where no parameters are sharded, if refreshes are only copies to the device.
+there the step starts none, and each unit's forward only those of units that it prefetches, or of the next one, also
+where no parameters are sharded, if refreshes are only copies to the device.
 
 Where no parameters are gathered a unit may be called many times, by parts (`zeromesh.schedule.unit.join`), and has no
 slot to give back: it stays open until the outermost forward has ended.

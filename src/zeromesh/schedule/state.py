@@ -2,12 +2,10 @@
 
 Notes that are not defined here are in `zeromesh.schedule.interpreter`.
 
-[Note: Reverse] Autograd runs nodes that are ready in the reverse of the order in which they were recorded. So when the
-gradient of a call's output arrives, all calls that began after that call had ended are over: either their gradients
-have come, or their outputs got none and will never be reached. A backward therefore goes through the marks of a forward
-in reverse. Past the end of a call, that call is entered; past its beginning, it is left, and the gradients of its
-parameters are there. Calls that autograd skips are passed in their turn, so ranks that have called the same units in
-the same order issue the same collectives, whichever of the outputs their losses use.
+[Note: Reverse] Autograd runs nodes that are ready in the reverse of the order in which they were recorded. So a
+backward goes through the marks of a forward in reverse. Past the end of a call, that call is entered; past its
+beginning, it is left, and the gradients of its parameters are there. Calls that autograd skips are passed in their
+turn: docs/decisions/0003.
 """
 
 from __future__ import annotations

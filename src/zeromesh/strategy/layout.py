@@ -10,9 +10,8 @@ inside the other two, and each one-axis collective works on one contiguous regio
     states          [0 1 | 2 3 | 4 5 | 6 7]                 (0,0) | (1,0) | (0,1) | (1,1)
 
 [Note: Padding] A buffer's length is padded to a multiple of 8 elements for each rank, under all stages (codes of one
-byte: of 16): so all chunks of a collective, over any of its axes and in any dtype, are equally long and begin at
-multiples of `CHUNK_BYTES`, as backends want them (uneven gathers are a broadcast from each rank on NCCL, and unaligned
-ones go slowly).
+byte: of 16): so all chunks of a collective are equally long and begin at multiples of `CHUNK_BYTES`
+(docs/decisions/0020).
 """
 
 from __future__ import annotations
