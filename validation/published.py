@@ -28,7 +28,7 @@ from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.space import divisors
 from zeromesh.planner.workload import Workload
 from zeromesh.strategy import Axis, Layout
-from zeromesh.strategy.stage import PARO
+from zeromesh.strategy.presets import PARO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from zeromesh.checkpoint.full_state import full_state_dict, load_full_state_dict
     from zeromesh.checkpoint.huggingface import load_safetensors, save_safetensors
     from zeromesh.checkpoint.redistribute import copy_values
-    from zeromesh.engine.optim import elementwise
     from zeromesh.engine.parked import parked
     from zeromesh.engine.steps import (
         accumulate,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
         sum_over_ranks,
         zero_grad,
     )
+    from zeromesh.engine.vouched import elementwise
     from zeromesh.integrations.loading import from_pretrained
     from zeromesh.integrations.pipelining import pipeline
     from zeromesh.observe.record import record_trace
@@ -53,7 +53,7 @@ _HOMES = {
     "check_replicas": "zeromesh.observe.replicas",
     "clip_grad_norm_": "zeromesh.engine.steps",
     "copy_values": "zeromesh.checkpoint.redistribute",
-    "elementwise": "zeromesh.engine.optim",
+    "elementwise": "zeromesh.engine.vouched",
     "from_pretrained": "zeromesh.integrations.loading",
     "full_state_dict": "zeromesh.checkpoint.full_state",
     "load_full_state_dict": "zeromesh.checkpoint.full_state",

@@ -38,8 +38,8 @@ FROZEN_DTYPES = {
 """Dtypes of frozen parameters that layers dequantise: they are never cast. Frozen parameters of other dtypes stay whole
 on every rank."""
 
-_CHECKPOINT = "_checkpoint_wrapped_module"
-WRAPPERS = ("_orig_mod", _CHECKPOINT)
+CHECKPOINTED = "_checkpoint_wrapped_module"
+WRAPPERS = ("_orig_mod", CHECKPOINTED)
 """Under which compile and checkpoint wrappers register what they wrap."""
 
 
@@ -60,25 +60,6 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def is_sharded(param: torch.Tensor) -> bool:
     """Whether a strategy says the place of it."""
     return param.dtype in DTYPE_NAMES or (not param.requires_grad and param.dtype in FROZEN_DTYPES.values())
-
-
-def recomputes(module: nn.Module) -> bool:
-    """Whether parts of it compute their activations again: by a checkpoint wrapper, or as transformers' do."""
-    return any(
-        _CHECKPOINT in part._modules or getattr(part, "gradient_checkpointing", False) is True
-        for part in module.modules()
-    )
-
-
-def without_recomputation(module: nn.Module) -> nn.Module:
-    """`module`, which is changed: no wrappers, and nothing computed twice."""
-    for part in list(module.modules()):
-        if getattr(part, "gradient_checkpointing", False) is True:
-            part.gradient_checkpointing = False  # type: ignore[assignment]  # no parameter or module
-        for key, child in part._modules.items():
-            if child is not None and key not in WRAPPERS:
-                part._modules[key] = unwrapped(child)
-    return unwrapped(module)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

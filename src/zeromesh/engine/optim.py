@@ -47,12 +47,11 @@ _BY_OWNER = "by_owner"
 """In the groups of a state dict with whole states, of which ranks may have none."""
 
 VOUCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""By `elementwise`."""
+"""By `zm.elementwise`."""
 
-UNPROVEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Other optimizers that have not stepped yet, so nobody knows the kinds of their states."""
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter, Slice)
+UNPROVEN: weakref.WeakKeyDictionary[Optimizer, Callable[[Optimizer, RuntimeError | None], None]]
+UNPROVEN = weakref.WeakKeyDictionary()
+"""Other optimizers that have not stepped yet, so nobody knows the kinds of their states; and who looks at them then."""
 
 
 class Whole(ABC, dict[ShardedParameter, Region]):
@@ -72,20 +71,6 @@ WHOLE: weakref.WeakKeyDictionary[Optimizer, Whole] = weakref.WeakKeyDictionary()
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _installed: list[Any] = []
-
-
-def elementwise(optimizer: Optimizer) -> Optimizer:
-    """Declares that `optimizer` treats each element by itself, so that it may step on slices of parameters.
-
-    Torch's elementwise optimizers need no declaration. Do not declare an optimizer that mixes a tensor's elements
-    (LAMB's norms, Adafactor's factors, Muon's and Shampoo's matrices): its numbers would silently be wrong.
-
-    Returns:
-        The optimizer itself.
-    """
-    VOUCHED.add(optimizer)
-    UNPROVEN.add(optimizer)
-    return optimizer
 
 
 def stored(key: str, state: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -156,7 +141,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         vars(optimizer)["_steps_beside"] = on_host and steps_elementwise(type(optimizer))
         _checked[optimizer] = held
     without = not any(map(callable, (*args[1:], *kwargs.values()))) and all(p.grad is None for p in _params(optimizer))
-    for engine, params in _by_engine(optimizer).items():
+    for engine, params in by_engine(optimizer).items():
         engine.before_step(params)
         if without:
             engine.require_gradients(params)
@@ -186,13 +171,13 @@ def _step_on_slices(step: Callable[..., Any], optimizer: Optimizer, args: Any, k
     has_closure = any(map(callable, (*args, *kwargs.values())))  # whose forward and backward are still to come
     steps_on = {  # as it begins, since a step may drop gradients
         engine: [param for param in params if has_closure or param.grad is not None]
-        for engine, params in _by_engine(optimizer).items()
+        for engine, params in by_engine(optimizer).items()
     }
     found = _run_step(step, optimizer, args, kwargs)
     for engine, params in steps_on.items():
         if params:
             engine.changes.stepped(params, by=weakref.ref(optimizer))
-    require_known_states(optimizer)
+    look_at_states(optimizer)
     return found
 
 
@@ -218,7 +203,7 @@ def _run_step(step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs:
             return found if loss is None else loss
     except RuntimeError as failure:
         if not isinstance(failure, OptimizerError):  # those are alike on all ranks
-            require_known_states(optimizer, failure)
+            look_at_states(optimizer, failure)
         raise
 
 
@@ -278,43 +263,17 @@ def is_number(key: str, state: torch.Tensor) -> bool:
     return key in NUMBERS or (not state.dim() and not state.is_floating_point())
 
 
-def require_known_states(optimizer: Optimizer, failure: RuntimeError | None = None) -> None:
-    """Raises OptimizerError, on all ranks, if in a first step any fails by the shape of a state, or keeps one in a
-    subclass of Tensor. On slices none is taken: codes share a scale, so they are not independent elements. On whole
-    tensors a subclass is taken if it names the tensors inside it."""
-    if optimizer not in UNPROVEN:
-        return
-    name = getattr(optimizer, "kind", type(optimizer)).__name__
-    strange, unlike, whole = set[str](), set[str](), optimizer in WHOLE
-    for param, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and type(value) not in _PLAIN and not (whole and plain_parts(value)):
-                strange.add(key)
-            elif failure and isinstance(param, ShardedParameter) and isinstance(value, torch.Tensor):
-                unlike.update([key] if value.numel() not in (1, param.elements.numel) else [])
-    if failure and not strange | unlike:
-        return
-    UNPROVEN.discard(optimizer)
-    for engine in _by_engine(optimizer):
-        found = engine.control.gather((sorted(strange), sorted(unlike)))
-        if keys := [key for keys, _ in found for key in keys]:
-            raise OptimizerError(
-                f"states of {name} must be plain tensors or numbers; {keys[0]!r} is of a subclass of Tensor: "
-                + ("give the subclass `__tensor_flatten__`" if whole else f"make it as zm.by_owner({name}, params)")
-            ) from failure
-        if keys := [key for _, keys in found for key in keys]:
-            raise OptimizerError(
-                f"states of {name} must have the shape of this rank's slice, as torch.zeros_like(p) has it; "
-                f"{keys[0]!r} has another number of elements. If {name} needs whole tensors, make it as "
-                f"zm.by_owner({name}, params)"
-            ) from failure
+def look_at_states(optimizer: Optimizer, failure: RuntimeError | None = None) -> None:
+    """After its first step, or as that has failed, if nobody knows the kinds of its states."""
+    if (look := UNPROVEN.get(optimizer)) is not None:
+        look(optimizer, failure)
 
 
 def updates(optimizer: Optimizer, engine: object) -> bool:
-    return engine in _by_engine(optimizer)
+    return engine in by_engine(optimizer)
 
 
-def _by_engine(optimizer: Optimizer) -> dict[Any, list[ShardedParameter]]:
+def by_engine(optimizer: Optimizer) -> dict[Any, list[ShardedParameter]]:
     """The optimizer's parameters, with or without gradients."""
     found: dict[Any, list[ShardedParameter]] = defaultdict(list)
     for param in _params(optimizer):

@@ -26,6 +26,7 @@ from zeromesh.errors import ModelError
 from zeromesh.model.module_trace import AttentionTrace, Most, Product, StepByStep, UnitTrace, storage_of, trace
 from zeromesh.model.module_units import CutUnit, cut
 from zeromesh.model.module_values import KnownValues, Recording
+from zeromesh.model.recomputation import without_recomputation
 from zeromesh.model.spec import (
     ActivationSpec,
     AttentionSpec,
@@ -36,7 +37,7 @@ from zeromesh.model.spec import (
     UnitKind,
     UnitSpec,
 )
-from zeromesh.modules import DTYPE_NAMES, DTYPES, FROZEN_DTYPES, is_sharded, without_recomputation
+from zeromesh.modules import DTYPE_NAMES, DTYPES, FROZEN_DTYPES, is_sharded
 
 _CODES = {dtype: name for name, dtype in FROZEN_DTYPES.items()}
 

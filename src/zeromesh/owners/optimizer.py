@@ -25,9 +25,10 @@ from zeromesh.engine.control import Control
 from zeromesh.engine.elements import Home
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import ParamRange
-from zeromesh.engine.optim import UNPROVEN, WHOLE, require_known_states
+from zeromesh.engine.optim import UNPROVEN, WHOLE, look_at_states
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import DTYPES
+from zeromesh.engine.vouched import require_known_states
 from zeromesh.errors import MismatchError, OptimizerError
 from zeromesh.owners.beyond import Beyond
 from zeromesh.owners.bucket import Member, OwnedBucket, WholeSteps, without_memory
@@ -199,7 +200,7 @@ class OwnerOptimizer(Optimizer):
         WHOLE[self] = WholeStates(
             (param, region) for param, region, own in zip(params, joined, mine, strict=True) if own
         )
-        UNPROVEN.add(self)
+        UNPROVEN[self] = require_known_states
         # All of them if any move, since of those that are divided elsewhere too ranks may have to send others.
         self._moving = params if any(part.hops for own in parts.values() for part in own) else []
         members = [
@@ -267,7 +268,7 @@ class OwnerOptimizer(Optimizer):
                 loss = closure()
             engine.before_step(self._params)
         self._run(engine, None)
-        require_known_states(self)
+        look_at_states(self)
         return loss
 
     def _run(self, engine: Engine, act: Callable[[Optimizer], object] | None) -> None:

@@ -25,7 +25,7 @@ from typing import Literal, get_args
 
 from zeromesh.errors import NotationError, nearest, one_of, short_repr
 from zeromesh.strategy.collective import AUTO, collectives
-from zeromesh.strategy.stage import DEFAULT_WIRE, HOST, Stage, Wire, preset_axes
+from zeromesh.strategy.stage import DEFAULT_WIRE, HOST, Stage, Wire
 
 Overlap = Literal["all", "gather", "none"]
 Stepping = Literal["host", "device"]
@@ -129,7 +129,11 @@ class Strategy:
             return text
         own, *parts = text.split("|")
         body, *options = (part.strip() for part in own.split(";"))
-        terms = body if "=" in body or not body else preset_axes(body, axes)
+        terms = body
+        if body and "=" not in body:
+            from zeromesh.strategy.presets import preset_axes  # asked for by name
+
+            terms = preset_axes(body, axes)
         first, *others = terms.split(",") if body else [""]
         host, percent = _host_stage(first)
         stages = [_parse_axis(term) for term in (others if host else [first, *others])] if body else []

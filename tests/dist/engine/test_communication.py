@@ -14,7 +14,8 @@ from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.schedule import LANES, Transfer, lane_axes
 from zeromesh.schedule.step import step_transfers
-from zeromesh.strategy import PRESETS, Layout, Strategy
+from zeromesh.strategy import Layout, Strategy
+from zeromesh.strategy.presets import PRESETS
 
 QUANTISED = ("zero++", "frontier")
 LOSSLESS = sorted({str(Strategy.parse(name, ("node", "cluster"))) for name in PRESETS if name not in QUANTISED})

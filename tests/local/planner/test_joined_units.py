@@ -18,7 +18,7 @@ from zeromesh.errors import ModelError
 from zeromesh.model import ModelSpec, UnitKind
 from zeromesh.model.from_module import from_module
 from zeromesh.model.module_units import cut
-from zeromesh.modules import recomputes
+from zeromesh.model.recomputation import recomputes
 from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.simulator.units import schedule_units
 
