@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from bench.matrix import Cell, by_setting
 from lab import Lab, by_level
 from zeromesh.errors import MeasurementError
-from zeromesh.files import write_whole
+from zeromesh.files.users import write_whole
 
 if TYPE_CHECKING:
     from zeromesh.launch.ranks import Ranks

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from zeromesh.errors import ConfigError, InputError
-from zeromesh.files import parse_toml, read_text
+from zeromesh.files.users import parse_toml, read_text
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 

@@ -22,7 +22,7 @@ from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.read import Reader
 from zeromesh.checkpoint.storage import LocalStorage, open_regular, read_at
 from zeromesh.errors import CheckpointError
-from zeromesh.files import parse_json, read_text
+from zeromesh.files.users import parse_json, read_text
 from zeromesh.pieces.piece import DTYPE_NAMES, Piece
 from zeromesh.progress import note
 

@@ -74,7 +74,7 @@ from zeromesh.cluster.device import MATRIX_DTYPES, Device
 from zeromesh.cluster.kernel import Kernel
 from zeromesh.cluster.level import Level
 from zeromesh.errors import ClusterError, InputError, nearest
-from zeromesh.files import parse_toml, read_text
+from zeromesh.files.users import parse_toml, read_text
 
 _DIGITS = 5
 """That a written figure keeps."""

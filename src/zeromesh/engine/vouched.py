@@ -1,4 +1,4 @@
-"""Optimizers that are not torch's: what they promise is looked at in their first step."""
+"""Optimizers that are not torch's: the states that they make in their first step are looked at."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import ConfigError, nearest
-from zeromesh.files import parse_json, read_text
+from zeromesh.files.users import parse_json, read_text
 from zeromesh.integrations.texts import Tokenizer
 
 

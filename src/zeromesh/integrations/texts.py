@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zeromesh.errors import ConfigError
-from zeromesh.files import read_text
+from zeromesh.files.users import read_text
 
 END_OF_TEXT = "<|endoftext|>"
 _AT_ONCE = 256  # texts tokenised together: by all cores, without the text of a whole corpus in memory

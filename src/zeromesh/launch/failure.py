@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn, Self
 
 from zeromesh.errors import CommunicationError, InputError, InternalError, NonFiniteError, ZeromeshError
-from zeromesh.files import write_whole
+from zeromesh.files.users import write_whole
 
 
 def end_process(code: int) -> NoReturn:

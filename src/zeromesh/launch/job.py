@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.errors import ConfigError
-from zeromesh.files import write_whole
+from zeromesh.files.users import write_whole
 from zeromesh.launch.failure import Failure, end_process
 
 JOB, RESULT, RENDEZVOUS = "job.json", "result.json", "rendezvous"

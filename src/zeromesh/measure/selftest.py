@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeromesh.errors import InputError
-from zeromesh.files import write_whole
+from zeromesh.files.users import write_whole
 from zeromesh.measure.launch import Mesh, is_first, mesh_text, on_all_ranks
 from zeromesh.measure.probe import Probe, from_raw
 from zeromesh.measure.setting import read_setting

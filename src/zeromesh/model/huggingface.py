@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.errors import ModelError, nearest
-from zeromesh.files import parse_json, read_text
+from zeromesh.files.users import parse_json, read_text
 from zeromesh.model.shape import TransformerShape
 from zeromesh.model.spec import ModelSpec, UnitKind
 from zeromesh.model.transformer import build, in_codes

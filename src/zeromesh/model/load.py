@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zeromesh.errors import ModelError
-from zeromesh.files import parse_json, read_text
+from zeromesh.files.users import parse_json, read_text
 from zeromesh.model.huggingface import read_config
 from zeromesh.model.presets import preset
 from zeromesh.model.shape import EAGER, Kernels

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.errors import InputError, MeshError, one_of
-from zeromesh.files import parse_json, parse_toml, read_text
+from zeromesh.files.users import parse_json, parse_toml, read_text
 from zeromesh.strategy.plan import Plan
 from zeromesh.strategy.stage import HOST, dtype_name
 

@@ -19,7 +19,7 @@ from typing import Any
 from zeromesh.cluster import Cluster
 from zeromesh.cost import ComputeModel, default_constants
 from zeromesh.errors import InputError
-from zeromesh.files import parse_json, read_text
+from zeromesh.files.users import parse_json, read_text
 from zeromesh.simulator import Simulation
 
 SLOWEST, FASTEST = 1e-4, 1e3

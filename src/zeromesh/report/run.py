@@ -16,7 +16,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any, TextIO
 
-from zeromesh.files import write_whole
+from zeromesh.files.users import write_whole
 from zeromesh.report.curves import Series, curve_chart
 from zeromesh.report.page import Bar, CurveChart, Fact, MemoryChart, Page
 from zeromesh.trace import MemoryLine, TrafficLine

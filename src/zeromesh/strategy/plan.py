@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from zeromesh.errors import InputError, MeshError, short_repr
-from zeromesh.files import parse_json, read_text
+from zeromesh.files.users import parse_json, read_text
 from zeromesh.parallel import Parallel
 from zeromesh.strategy.stage import DTYPE_FIELDS, dtype_name
 from zeromesh.strategy.strategy import Strategy

@@ -20,7 +20,7 @@ from zeromesh.checkpoint.run import RunCheckpoints
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.steps import accumulate, clip_grad_norm_, zero_grad
 from zeromesh.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
-from zeromesh.files import require_writable, write_whole
+from zeromesh.files.users import require_writable, write_whole
 from zeromesh.integrations.elastic import NonFinite, asked_by, describe, mesh_text
 from zeromesh.integrations.language_models import causal_language_model, continuation, require_pretrained, seed_of_rank
 from zeromesh.launch.device import device_name

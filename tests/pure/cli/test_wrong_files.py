@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from zeromesh.errors import InputError
-from zeromesh.files import MAX_BYTES, read_text
+from zeromesh.files.users import MAX_BYTES, read_text
 from zeromesh.train.config import load_config
 
 CLUSTER = """
