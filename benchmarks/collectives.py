@@ -31,8 +31,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.harness import on_ranks
 from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather, ho_ring_reduce_scatter
-from zeromesh.comm import AxisGroup, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
-from zeromesh.comm.exchange import Exchange
+from zeromesh.comm.collectives import all_gather, all_reduce, reduce_scatter, workspace_bytes
+from zeromesh.comm.exchange import AxisGroup, Exchange
+from zeromesh.comm.groups import make_groups
 from zeromesh.comm.transport import pieces
 from zeromesh.launch.ranks import Ranks
 from zeromesh.strategy import Layout

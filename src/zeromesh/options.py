@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from zeromesh.schedule import BUCKET_BYTES
+from zeromesh.schedule.unit import BUCKET_BYTES
 from zeromesh.strategy.stage import DTYPE_FIELDS
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from unittest import mock
 import torch
 
 from tests.dist.engine.delays import without_order_of_lanes, without_wait
-from zeromesh.comm import Ticket, lane
-from zeromesh.schedule import LANES
+from zeromesh.comm import lane
+from zeromesh.comm.lane import Ticket
+from zeromesh.schedule.transfer import LANES
 
 Fault = Callable[[], AbstractContextManager[None]]
 

@@ -28,11 +28,11 @@ from tests.simdev.faults import FAULTS, without_keeping, without_landing
 from tests.simdev.ranks import alone
 from tests.simdev.test_rehearse import step, with_experts
 from zeromesh import simdev
-from zeromesh.comm import Lane, Ticket
+from zeromesh.comm.lane import Lane, Ticket
 from zeromesh.engine import control
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.backend import DeviceBackend
-from zeromesh.schedule import Reducing, Reduction
+from zeromesh.schedule.state import Reducing, Reduction
 
 CASE = Case(steps=2, micro_batches=2, optimizer="both", device="simdev")
 MIXES = [notation(mix) for mix in (*mixes(2), *(mix for mix in mixes(2, kept=True) if any("k" in s for s in mix)))]

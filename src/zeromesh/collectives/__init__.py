@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from zeromesh.schedule import Route, Transfer
+from zeromesh.schedule.buffer_layout import Route
+from zeromesh.schedule.transfer import Transfer
 from zeromesh.strategy import Collective, Layout
 
 if TYPE_CHECKING:
-    from zeromesh.comm import Step  # imports torch, and simulations do without
+    from zeromesh.comm.exchange import Step  # imports torch, and simulations do without
 
 
 class ByLevel(Collective):

@@ -32,7 +32,7 @@ from zeromesh.errors import InternalError
 from zeromesh.strategy import Collective, find_collective
 
 if TYPE_CHECKING:
-    from zeromesh.schedule import Transfer
+    from zeromesh.schedule.transfer import Transfer
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
 

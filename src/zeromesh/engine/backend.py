@@ -31,15 +31,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from zeromesh.comm import AxisGroup, Chain, Lane, Ticket, all_reduce_max
-from zeromesh.comm.lane import Job
+from zeromesh.comm.collectives import all_reduce_max
+from zeromesh.comm.exchange import AxisGroup, Chain
+from zeromesh.comm.lane import Job, Lane, Ticket
 from zeromesh.engine.chain import Binding, ReduceChains, Scratch
 from zeromesh.engine.flat import FlatShards, GradDestinations
 from zeromesh.engine.leaf import Leaf, PlainLeaf, classes_of, local_of
 from zeromesh.engine.param import UNSETTLED, ShardedParameter
 from zeromesh.errors import CommunicationError, ModelError
-from zeromesh.schedule import LaneKind, Reducing, Reduction, lane_axes
-from zeromesh.schedule.transfer import COPIES, REDUCTIONS
+from zeromesh.schedule.state import Reducing, Reduction
+from zeromesh.schedule.transfer import COPIES, REDUCTIONS, LaneKind, lane_axes
 from zeromesh.strategy import Layout
 
 if TYPE_CHECKING:

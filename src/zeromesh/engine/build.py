@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zeromesh.comm import Lane, make_groups, mesh_group
-from zeromesh.comm.groups import Registration, registered
+from zeromesh.comm.groups import Registration, make_groups, mesh_group, registered
+from zeromesh.comm.lane import Lane
 from zeromesh.engine.backend import STREAMED, DeviceBackend, LaneName, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.control import Control, broadcast_bytes
@@ -28,9 +28,10 @@ from zeromesh.engine.leaf import local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, parts_of_root
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.modules import clean_name, lacks_values, tensors_of
-from zeromesh.schedule import ITEM_BYTES, LANES, Schedule
 from zeromesh.schedule.buffer_layout import SlotPart, slot_bytes
-from zeromesh.schedule.transfer import COPIES, LaneKind
+from zeromesh.schedule.program import Schedule
+from zeromesh.schedule.transfer import COPIES, LANES, LaneKind
+from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.strategy import Layout
 from zeromesh.strategy.stage import HOST
 from zeromesh.wires import has_triton

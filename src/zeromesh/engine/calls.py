@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
 
-from zeromesh.schedule import Call
+from zeromesh.schedule.state import Call
 
 _AS_PYTHON = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 """A function's, and that of all that it calls."""

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from zeromesh.collectives import runnable
-from zeromesh.comm import AxisGroup, Chain, Step, all_gather, all_reduce, reduce_scatter
-from zeromesh.comm.exchange import Copy, own_chunk
+from zeromesh.comm.collectives import all_gather, all_reduce, reduce_scatter
+from zeromesh.comm.exchange import AxisGroup, Chain, Copy, Step, own_chunk
 from zeromesh.engine.flat import FlatShards, GradDestinations, inside
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError, NotationError
-from zeromesh.schedule import FROZEN_BYTES, ITEM_BYTES, LaneKind, Route, Transfer, Unit, place
-from zeromesh.schedule.transfer import GATHERS
+from zeromesh.schedule.buffer_layout import Route, place
+from zeromesh.schedule.transfer import GATHERS, LaneKind, Transfer
+from zeromesh.schedule.unit import FROZEN_BYTES, ITEM_BYTES, Unit
 from zeromesh.strategy import Layout
 
 if TYPE_CHECKING:

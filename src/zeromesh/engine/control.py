@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from zeromesh.comm import group_of
+from zeromesh.comm.groups import group_of
 from zeromesh.errors import CommunicationError, InternalError, MeshError, MismatchError
 
 ResultT = TypeVar("ResultT")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from zeromesh.comm import Ticket
+from zeromesh.comm.lane import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.calls import OutputHook, as_python, tensors_of
 from zeromesh.engine.control import reduce_over
@@ -28,7 +28,9 @@ from zeromesh.engine.lifecycle import Agreement, Changes, Step, Weight
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.units import Precision
 from zeromesh.errors import ModelError, OptimizerError
-from zeromesh.schedule import Backward, Call, Forward, GradState, Interpreter, Schedule
+from zeromesh.schedule.interpreter import Interpreter
+from zeromesh.schedule.program import Schedule
+from zeromesh.schedule.state import Backward, Call, Forward, GradState
 from zeromesh.strategy import Axis
 
 if TYPE_CHECKING:

@@ -37,8 +37,8 @@ from zeromesh.engine.leaf import Leaf, PlainLeaf, local_of, make_leaf
 from zeromesh.engine.param import ShardedParameter, Slice, give_memory, make_slice, slice_of
 from zeromesh.engine.units import DTYPES, ParamInfo
 from zeromesh.pieces.region import Region
-from zeromesh.schedule import BufferLayout, FlatBuffer
-from zeromesh.schedule.buffer_layout import FEEDBACK_DTYPE
+from zeromesh.schedule.buffer_layout import FEEDBACK_DTYPE, BufferLayout
+from zeromesh.schedule.unit import FlatBuffer
 from zeromesh.strategy import Axis
 
 if TYPE_CHECKING:

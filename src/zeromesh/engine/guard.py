@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeromesh.comm import Ticket
+from zeromesh.comm.lane import Ticket
 from zeromesh.engine.backend import DeviceBackend, written
 from zeromesh.errors import InternalError
-from zeromesh.schedule import Interpreter
+from zeromesh.schedule.interpreter import Interpreter
 
 Stamp = tuple[int, int]
 """Unit and generation."""

@@ -30,13 +30,13 @@ from collections.abc import Callable, Sequence, Set
 import torch
 from torch import Tensor
 
-from zeromesh.comm import Ticket
+from zeromesh.comm.lane import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.calls import as_python
 from zeromesh.engine.control import Control
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import MismatchError
-from zeromesh.schedule import Interpreter
+from zeromesh.schedule.interpreter import Interpreter
 
 
 class Step(enum.Enum):

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeromesh.comm import AxisGroup, axis_ranks, make_groups
+from zeromesh.comm.exchange import AxisGroup
+from zeromesh.comm.groups import axis_ranks, make_groups
 from zeromesh.engine.control import Control
 from zeromesh.engine.elements import Home
 from zeromesh.engine.spread import Spread, groups_beyond

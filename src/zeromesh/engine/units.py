@@ -19,8 +19,7 @@ from zeromesh.engine.shardable import can_shard, require_apart
 from zeromesh.errors import ModelError, nearest
 from zeromesh.modules import UnitClasses, clean_name, find_blocks, find_edges, unwrapped
 from zeromesh.pieces.region import Region
-from zeromesh.schedule import FlatBuffer, Role, Unit, joined_name, neighbours
-from zeromesh.schedule.unit import HostShare
+from zeromesh.schedule.unit import FlatBuffer, HostShare, Role, Unit, joined_name, neighbours
 
 if TYPE_CHECKING:
     from zeromesh.engine.spread import Spread
@@ -190,7 +189,7 @@ def find_units(
 
 
 def join_modules(units: Sequence[ModuleUnit], precision: Precision, bucket_bytes: int) -> list[ModuleUnit]:
-    """Joins the modules as `zeromesh.schedule.join_units` joins the units."""
+    """Joins the modules as `zeromesh.schedule.unit.join_units` joins the units."""
     joined: list[ModuleUnit] = []
     for first, *others in neighbours([unit.describe(precision) for unit in units], bucket_bytes):
         for other in others:

@@ -31,7 +31,7 @@ from zeromesh.engine.engine import Engine, Pipeline
 from zeromesh.engine.leaf import Leaf
 from zeromesh.errors import InputError
 from zeromesh.modules import clean_name
-from zeromesh.schedule import Backward
+from zeromesh.schedule.state import Backward
 
 StageT = TypeVar("StageT", bound=_PipelineStageBase)
 

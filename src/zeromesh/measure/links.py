@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.cluster.curve import OPERATIONS
-from zeromesh.comm import AxisGroup, all_gather, all_reduce, make_groups, reduce_scatter, workspace_bytes
+from zeromesh.comm.collectives import all_gather, all_reduce, reduce_scatter, workspace_bytes
+from zeromesh.comm.exchange import AxisGroup
+from zeromesh.comm.groups import make_groups
 from zeromesh.engine.build import mesh_axes
 from zeromesh.errors import MeasurementError
 from zeromesh.launch.ranks import Ranks

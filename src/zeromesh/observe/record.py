@@ -28,12 +28,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zeromesh.comm import Lane, Sent, Step, Ticket
+from zeromesh.comm.exchange import Sent, Step
+from zeromesh.comm.lane import Lane, Ticket
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.backend import ByLane, UnitChains
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import updates
-from zeromesh.schedule import PointKind
+from zeromesh.schedule.program import PointKind
 from zeromesh.schedule.transfer import COPIES
 from zeromesh.strategy.stage import HOST
 from zeromesh.trace import Event, Kind, Trace

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeromesh.comm import Sent
+from zeromesh.comm.exchange import Sent
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.elements import Elements
 from zeromesh.engine.engine import Engine

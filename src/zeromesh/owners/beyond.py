@@ -9,7 +9,7 @@ from itertools import product
 
 import torch.distributed as dist
 
-from zeromesh.comm import make_line
+from zeromesh.comm.groups import make_line
 from zeromesh.engine.elements import Home
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import ParamRange

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeromesh.comm import AxisGroup, Message, Ticket, pass_on
-from zeromesh.comm.lane import Job
+from zeromesh.comm.exchange import AxisGroup, Message
+from zeromesh.comm.lane import Job, Ticket
+from zeromesh.comm.transport import pass_on
 from zeromesh.engine.backend import DeviceBackend
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.owners.stacks import Stacking, step_on_stacks
 from zeromesh.pieces.passage import Hop, Part
-from zeromesh.schedule import LaneKind, lane_axes
 from zeromesh.schedule.bucket import BucketSteps
-from zeromesh.schedule.transfer import GATHERS, REDUCTIONS
+from zeromesh.schedule.transfer import GATHERS, REDUCTIONS, LaneKind, lane_axes
 
 AxisJob = tuple[str, Job]
 """The name of an axis, and a job over it."""

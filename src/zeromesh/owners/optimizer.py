@@ -46,8 +46,8 @@ from zeromesh.pieces.owners import (
     significant_strides,
 )
 from zeromesh.pieces.passage import Part, bucket_of, passage
-from zeromesh.schedule import ITEM_BYTES
 from zeromesh.schedule.bucket import Bucket, most_room
+from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.units import format_bytes
 
 CostOf = Callable[[Sequence[int]], float]

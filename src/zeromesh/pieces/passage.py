@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from zeromesh.pieces.owners import Placement, significant_strides
 from zeromesh.pieces.region import Region
-from zeromesh.schedule import ITEM_BYTES
 from zeromesh.schedule.bucket import Bucket, Shipment
+from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.strategy import Axis, Layout
 
 

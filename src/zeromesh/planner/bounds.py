@@ -37,10 +37,9 @@ from zeromesh.planner.time_bound import (
     operations,
 )
 from zeromesh.planner.workload import Workload
-from zeromesh.schedule import BUCKET_BYTES, LANES
 from zeromesh.schedule.memory import REDUCE_SLOTS
-from zeromesh.schedule.transfer import Operation, Transfer
-from zeromesh.schedule.unit import ITEM_BYTES
+from zeromesh.schedule.transfer import LANES, Operation, Transfer
+from zeromesh.schedule.unit import BUCKET_BYTES, ITEM_BYTES
 from zeromesh.simulator.computation import Computation, MicroBatchSeconds, idle_seconds
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.mechanics import ENGINES, Mechanics

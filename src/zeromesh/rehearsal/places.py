@@ -10,11 +10,11 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from zeromesh.comm import Lane, Ticket
+from zeromesh.comm.lane import Lane, Ticket
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import updates
 from zeromesh.rehearsal.result import COMPUTE, Phase, Place
-from zeromesh.schedule import PointKind
+from zeromesh.schedule.program import PointKind
 
 _PHASES: dict[PointKind, Phase] = {
     PointKind.PRE_RECOMPUTE: "recompute",

@@ -33,7 +33,7 @@ from zeromesh.rehearsal.places import Places
 from zeromesh.rehearsal.result import HostMemory, HostRead, Launches, Memory, Peak, Place, Rehearsal
 from zeromesh.rehearsal.timeline import TimedStep, replay
 from zeromesh.rehearsal.watch import Watch
-from zeromesh.schedule import Role
+from zeromesh.schedule.unit import Role
 from zeromesh.trace import MemoryLine, TrafficLine
 
 _SOURCES = Path(__file__).parents[2]

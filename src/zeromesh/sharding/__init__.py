@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from zeromesh.errors import InputError
 from zeromesh.options import Options
-from zeromesh.schedule import BUCKET_BYTES
+from zeromesh.schedule.unit import BUCKET_BYTES
 
 if TYPE_CHECKING:
     import torch

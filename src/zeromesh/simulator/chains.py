@@ -11,9 +11,10 @@ from typing import Literal
 from zeromesh.collectives import ByLevel
 from zeromesh.cost.collective import CollectiveCost, Operation, costs_of, one_after_another
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.schedule import BufferLayout, LaneKind, Route, Schedule, Transfer
 from zeromesh.schedule.bucket import Shipment
-from zeromesh.schedule.transfer import COPIES, Copying, wire_bytes
+from zeromesh.schedule.buffer_layout import BufferLayout, Route
+from zeromesh.schedule.program import Schedule
+from zeromesh.schedule.transfer import COPIES, Copying, LaneKind, Transfer, wire_bytes
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import Work
 from zeromesh.strategy import Axis, Collective

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from zeromesh.cost import CollectiveCost
-from zeromesh.schedule import LaneKind, Reducing, Reduction
 from zeromesh.schedule.bucket import Bucket
+from zeromesh.schedule.state import Reducing, Reduction
+from zeromesh.schedule.transfer import LaneKind
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import InLane, Job, Network, Work

@@ -12,8 +12,9 @@ from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import UnitSpec
 from zeromesh.model.spec import CollectiveSpec
 from zeromesh.parallel import Parallel
-from zeromesh.schedule import ITEM_BYTES, BufferLayout
+from zeromesh.schedule.buffer_layout import BufferLayout
 from zeromesh.schedule.step import Phase
+from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.simulator.division import Division, Part
 from zeromesh.simulator.network import Work
 from zeromesh.simulator.workload import FixedWorkload

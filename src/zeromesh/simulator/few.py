@@ -7,8 +7,8 @@ from math import lcm
 
 from zeromesh.cost.constants import Constants
 from zeromesh.model import UnitKind
-from zeromesh.schedule import PointKind
 from zeromesh.schedule.memory import REDUCE_SLOTS
+from zeromesh.schedule.program import PointKind
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.memory import host_bytes

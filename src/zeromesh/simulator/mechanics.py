@@ -26,7 +26,8 @@ from typing import Literal
 
 from zeromesh.errors import ConfigError, InputError, nearest
 from zeromesh.model import ModelSpec
-from zeromesh.schedule import BUCKET_BYTES, LANES, LaneKind
+from zeromesh.schedule.transfer import LANES, LaneKind
+from zeromesh.schedule.unit import BUCKET_BYTES
 from zeromesh.strategy import Strategy
 
 

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 
 from zeromesh.cost.memory import Overhead
 from zeromesh.model import Recomputation, UnitKind, UnitSpec
-from zeromesh.schedule import ITEM_BYTES, BufferLayout, Schedule
-from zeromesh.schedule.buffer_layout import STREAMED_ELEMENTS
+from zeromesh.schedule.buffer_layout import STREAMED_ELEMENTS, BufferLayout
+from zeromesh.schedule.program import Schedule
+from zeromesh.schedule.unit import ITEM_BYTES
 
 MOMENTS = 2
 """AdamW's moments (arXiv 1412.6980) per element of the master, in its dtype, as torch.optim.AdamW keeps them."""

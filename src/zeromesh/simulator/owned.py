@@ -34,8 +34,9 @@ from zeromesh.pieces.owners import (
     newton_schulz_flops,
 )
 from zeromesh.pieces.passage import Part, passage, rooms_of
-from zeromesh.schedule import ITEM_BYTES, Schedule
 from zeromesh.schedule.bucket import Bucket, Shipment, most_room
+from zeromesh.schedule.program import Schedule
+from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.memory import MOMENTS
 from zeromesh.simulator.result import OwnersShare

@@ -18,9 +18,10 @@ from zeromesh.cost.memory import Overhead
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.errors import InputError, NotationError
 from zeromesh.model import ModelSpec, UnitSpec
-from zeromesh.schedule import Interpreter, Schedule
 from zeromesh.schedule.bucket import Bucket, BucketSteps
+from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.lent import lent_axes
+from zeromesh.schedule.program import Schedule
 from zeromesh.schedule.step import Phase, run_forward, run_micro_batch
 from zeromesh.schedule.transfer import COPIES, HOST_AXIS
 from zeromesh.simulator.chains import Chains

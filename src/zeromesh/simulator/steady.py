@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
-from zeromesh.schedule import Interpreter
-from zeromesh.schedule.interpreter import UnitState
+from zeromesh.schedule.interpreter import Interpreter, UnitState
 from zeromesh.schedule.state import GradState
 from zeromesh.simulator.clock import ClockBackend
 from zeromesh.simulator.network import Job

@@ -8,8 +8,7 @@ from types import MappingProxyType
 
 from zeromesh.errors import NotationError
 from zeromesh.model import ModelSpec, UnitKind, UnitSpec
-from zeromesh.schedule import FlatBuffer, Role, Unit, join_units
-from zeromesh.schedule.unit import HostShare
+from zeromesh.schedule.unit import FlatBuffer, HostShare, Role, Unit, join_units
 from zeromesh.simulator.division import EXPERTS, NOTHING
 from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy.parts import modules_around, part_around, require_known

@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.pool import kept
-from zeromesh.comm import AxisGroup, make_groups, workspace_bytes
+from zeromesh.comm.collectives import workspace_bytes
+from zeromesh.comm.exchange import AxisGroup
+from zeromesh.comm.groups import make_groups
 from zeromesh.strategy import Layout
 
 

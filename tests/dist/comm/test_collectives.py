@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.dist.comm.axes import line, make_axes, room, values
 from tests.dist.pool import TIMEOUT_S, Pool, on_ranks
-from zeromesh.comm import Sent, all_gather, all_reduce, reduce_scatter, workspace_bytes
+from zeromesh.comm.collectives import all_gather, all_reduce, reduce_scatter, workspace_bytes
+from zeromesh.comm.exchange import Sent
 from zeromesh.errors import CommunicationError, InternalError
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from tests.dist.comm.axes import make_axes, room
 from tests.dist.pool import Pool, RanksFailed
 from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather
-from zeromesh.comm import AxisGroup, all_gather, all_reduce, reduce_scatter
-from zeromesh.comm.exchange import Exchange
+from zeromesh.comm.collectives import all_gather, all_reduce, reduce_scatter
+from zeromesh.comm.exchange import AxisGroup, Exchange
 from zeromesh.errors import CommunicationError
 from zeromesh.wires.blocks import QuantFormat
 

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zeromesh as zm
 from tests.dist.parity import mesh_of
 from tests.dist.pool import Pool, kept, on_ranks
-from zeromesh.comm import AxisGroup, all_gather, groups, make_groups
-from zeromesh.comm.exchange import Exchange
-from zeromesh.comm.groups import borrow_channel
+from zeromesh.comm import groups
+from zeromesh.comm.collectives import all_gather
+from zeromesh.comm.exchange import AxisGroup, Exchange
+from zeromesh.comm.groups import borrow_channel, make_groups
 from zeromesh.errors import CommunicationError, MeshError
 from zeromesh.strategy import Layout
 

@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from tests.dist.comm.axes import make_axes
 from tests.dist.pool import on_ranks
-from zeromesh.comm import AxisGroup, all_gather, all_reduce, all_reduce_max, reduce_scatter
+from zeromesh.comm.collectives import all_gather, all_reduce, all_reduce_max, reduce_scatter
+from zeromesh.comm.exchange import AxisGroup
 from zeromesh.comm.transport import HostCopies, Native, Transport, carried, transport_of
 from zeromesh.wires.blocks import QuantFormat
 

@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.dist.comm.axes import line, values
 from tests.dist.pool import on_ranks
-from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, collectives, reduce_scatter
+from zeromesh.comm import collectives
+from zeromesh.comm.collectives import all_gather, all_reduce, reduce_scatter
+from zeromesh.comm.exchange import AxisGroup, Sent
 from zeromesh.comm.quantised import noise_generator
 from zeromesh.comm.transport import Messages, Native, Transport
 from zeromesh.wires.blocks import QuantFormat

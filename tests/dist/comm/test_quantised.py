@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.dist.comm.axes import axes, room, values
 from tests.dist.pool import Pool, on_ranks
-from zeromesh.comm import AxisGroup, Sent, all_gather, all_reduce, reduce_scatter
+from zeromesh.comm.collectives import all_gather, all_reduce, reduce_scatter
+from zeromesh.comm.exchange import AxisGroup, Sent
 from zeromesh.comm.quantised import check_quantisable, noise_generator, restore_kept
 from zeromesh.errors import InputError, InternalError
 from zeromesh.schedule.transfer import wire_bytes

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.dist.comm.axes import axes, values
 from tests.dist.pool import Pool
 from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather, ho_ring_reduce_scatter
-from zeromesh.comm import AxisGroup, Sent, all_gather, reduce_scatter, workspace_bytes
+from zeromesh.comm.collectives import all_gather, reduce_scatter, workspace_bytes
+from zeromesh.comm.exchange import AxisGroup, Sent
 
 SHAPES = [(2, 2), (2, 3), (3, 2, "cluster")]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -18,8 +18,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm import Lane, Ticket, transport
-from zeromesh.schedule import Interpreter
+from zeromesh.comm import transport
+from zeromesh.comm.lane import Lane, Ticket
+from zeromesh.schedule.interpreter import Interpreter
 
 CYCLES_PER_S = 1.5e9
 """About a GPU's clock, whose cycles `torch.cuda._sleep` counts."""

@@ -20,7 +20,7 @@ from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.backend import DeviceBackend
 from zeromesh.engine.engine import Engine
-from zeromesh.schedule import BufferLayout
+from zeromesh.schedule.buffer_layout import BufferLayout
 
 CASE = Case(precision="bf16-wire", steps=2, micro_batches=1)
 ONCE = replace(CASE, steps=1)

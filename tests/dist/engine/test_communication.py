@@ -12,8 +12,8 @@ import zeromesh as zm
 from tests.dist.parity import Case, backward, local_part, mesh_of, sharded, take_step
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
-from zeromesh.schedule import LANES, Transfer, lane_axes
 from zeromesh.schedule.step import step_transfers
+from zeromesh.schedule.transfer import LANES, Transfer, lane_axes
 from zeromesh.strategy import Layout, Strategy
 from zeromesh.strategy.presets import PRESETS
 

@@ -15,14 +15,16 @@ import torch.distributed as dist
 import zeromesh as zm
 from tests.dist.parity import Case, Unequal, backward, check_case, mesh_of, sharded
 from tests.dist.pool import on_ranks
-from zeromesh.comm import Lane, Step
+from zeromesh.comm.exchange import Step
+from zeromesh.comm.lane import Lane
 from zeromesh.engine import backend
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.backend import DeviceBackend
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.guard import SlotGuard, fingerprint
 from zeromesh.errors import InternalError, ModelError
-from zeromesh.schedule import Interpreter, memory
+from zeromesh.schedule import memory
+from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.program import Action
 
 Patch = AbstractContextManager[object]

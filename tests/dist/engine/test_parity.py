@@ -22,7 +22,8 @@ from tests.dist.parity import Bits, Case, check_case, mesh_of, require_same, tra
 from tests.dist.pool import on_ranks
 from tests.pure.strategy.mixes import STAGES, mixes, notation
 from zeromesh.collectives.ho_ring import HoRing
-from zeromesh.comm import AxisGroup, groups
+from zeromesh.comm import groups
+from zeromesh.comm.exchange import AxisGroup
 from zeromesh.comm.transport import Native
 from zeromesh.errors import NotationError
 from zeromesh.schedule import memory

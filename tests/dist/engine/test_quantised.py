@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import zeromesh as zm
 from tests.dist.parity import mesh_of
 from tests.dist.pool import Pool, on_ranks
-from zeromesh.comm import Step
+from zeromesh.comm.exchange import Step
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import ZeromeshError
-from zeromesh.schedule import BufferLayout
+from zeromesh.schedule.buffer_layout import BufferLayout
 from zeromesh.wires import coded
 
 WIDTH, MICRO_BATCHES, LR = 48, 2, 4e-3

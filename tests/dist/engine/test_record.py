@@ -22,7 +22,8 @@ from zeromesh.cost.transfer import TransferModel
 from zeromesh.engine.api import engine_of
 from zeromesh.observe import record
 from zeromesh.observe.record import _HostClock, _Recorder
-from zeromesh.schedule import Interpreter, Schedule
+from zeromesh.schedule.interpreter import Interpreter
+from zeromesh.schedule.program import Schedule
 from zeromesh.schedule.step import run_micro_batch
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend

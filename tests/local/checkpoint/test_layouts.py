@@ -24,7 +24,7 @@ from zeromesh.engine.elements import Home
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import ParamInfo, Precision
 from zeromesh.pieces.piece import Piece, share
-from zeromesh.schedule import BufferLayout
+from zeromesh.schedule.buffer_layout import BufferLayout
 from zeromesh.strategy import Layout
 
 MESHES = ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (1, 4), (6, 1), (3, 2), (2, 3), (1, 6))

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.forks import run_python
-from zeromesh.comm import Lane, Ticket
-from zeromesh.comm.lane import _Stream
+from zeromesh.comm.lane import Lane, Ticket, _Stream
 from zeromesh.errors import CommunicationError
 
 CPU = torch.device("cpu")
@@ -148,7 +147,8 @@ def test_dropping_the_owner_frees_it_at_once(inline):
 
 ENDINGS = """
 import os, threading, time, torch
-from zeromesh.comm import Lane, lane
+from zeromesh.comm import lane
+from zeromesh.comm.lane import Lane
 
 child = os.fork()  # its end is a job that is slow, the other's one that is stuck
 if child:

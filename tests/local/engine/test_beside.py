@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import zeromesh as zm
-from zeromesh.comm import Lane
 from zeromesh.comm.host import HostLink
+from zeromesh.comm.lane import Lane
 from zeromesh.engine import beside
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.param import UNSETTLED, settle

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pure.strategy.mixes import NAMES, mixes, notation
-from zeromesh.comm import AxisGroup, collectives, transport
-from zeromesh.comm.exchange import Channel
+from zeromesh.comm import collectives, transport
+from zeromesh.comm.exchange import AxisGroup, Channel
 from zeromesh.engine.chain import Binding, Scratch
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import DTYPES, ParamInfo
-from zeromesh.schedule import LANES, BufferLayout, FlatBuffer
+from zeromesh.schedule.buffer_layout import BufferLayout
 from zeromesh.schedule.memory import MemoryPlan
+from zeromesh.schedule.transfer import LANES
+from zeromesh.schedule.unit import FlatBuffer
 from zeromesh.strategy import Layout
 from zeromesh.wires.blocks import QuantFormat
 from zeromesh.wires.format import Codec

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
-from zeromesh.comm import Lane
+from zeromesh.comm.lane import Lane
 from zeromesh.errors import CheckpointError, CommunicationError, InputError
 from zeromesh.launch import ranks
 from zeromesh.launch.failure import is_communication

@@ -9,8 +9,7 @@ from zeromesh.cluster import Cluster, Curve, preset
 from zeromesh.cost import CollectiveCost, ComputeModel, default_constants, one_after_another, slowdown, taken_share
 from zeromesh.cost.collective import HOST
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.schedule import Transfer
-from zeromesh.schedule.transfer import wire_bytes
+from zeromesh.schedule.transfer import Transfer, wire_bytes
 from zeromesh.strategy import Layout
 
 CONSTANTS = default_constants()

@@ -27,7 +27,7 @@ from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Evaluator
 from zeromesh.planner.fixed import choices
 from zeromesh.planner.space import HOSTS, Space
-from zeromesh.schedule import BUCKET_BYTES
+from zeromesh.schedule.unit import BUCKET_BYTES
 from zeromesh.simulator import ENGINES, Simulation, find_engine, simulate
 from zeromesh.strategy import Stage, Strategy
 

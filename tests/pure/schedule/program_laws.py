@@ -10,7 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from zeromesh.schedule import LANES, Backward, Call, Interpreter, LaneKind, Reducing, Reduction, Role, Schedule
+from zeromesh.schedule.interpreter import Interpreter
+from zeromesh.schedule.program import Schedule
+from zeromesh.schedule.state import Backward, Call, Reducing, Reduction
+from zeromesh.schedule.transfer import LANES, LaneKind
+from zeromesh.schedule.unit import Role
 
 ROOT = 0
 

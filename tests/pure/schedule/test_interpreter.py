@@ -18,9 +18,11 @@ from tests.pure.schedule.program_laws import Checked, Pass, Script
 from tests.pure.schedule.test_transfers import buffer, stack
 from tests.pure.strategy.mixes import mixes, notation
 from zeromesh.errors import InternalError, ModelError
-from zeromesh.schedule import FlatBuffer, Interpreter, Role, Schedule, Unit
+from zeromesh.schedule.interpreter import Interpreter
+from zeromesh.schedule.program import Schedule
 from zeromesh.schedule.state import Reducing
 from zeromesh.schedule.step import Counted, run_micro_batch
+from zeromesh.schedule.unit import FlatBuffer, Role, Unit
 from zeromesh.strategy import Layout
 
 MESH = (("node", 2), ("cluster", 2))

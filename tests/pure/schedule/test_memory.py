@@ -13,9 +13,10 @@ from tests.pure.schedule.test_transfers import MESH, buffer, stack
 from tests.pure.strategy.mixes import mixes, notation
 from zeromesh.collectives.ho_ring.slices import sum_terms
 from zeromesh.errors import InternalError
-from zeromesh.schedule import ITEM_BYTES, BufferLayout, FlatBuffer, Role, Schedule, Unit, place
-from zeromesh.schedule.buffer_layout import ALIGN_BYTES, slot_bytes
+from zeromesh.schedule.buffer_layout import ALIGN_BYTES, BufferLayout, place, slot_bytes
 from zeromesh.schedule.memory import REDUCE_SLOTS, MemoryPlan, part_numel
+from zeromesh.schedule.program import Schedule
+from zeromesh.schedule.unit import ITEM_BYTES, FlatBuffer, Role, Unit
 from zeromesh.strategy import Layout
 from zeromesh.wires.blocks import QuantFormat
 

@@ -10,11 +10,11 @@ import pytest
 
 from tests.pure.schedule.test_transfers import buffer
 from tests.pure.strategy.mixes import mixes, notation
-from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit, join_units, neighbours
 from zeromesh.schedule.bucket import Bucket, BucketSteps, Shipment
 from zeromesh.schedule.lent import lent_axes
+from zeromesh.schedule.program import Schedule
 from zeromesh.schedule.step import sent_bytes_per_axis
-from zeromesh.schedule.unit import join
+from zeromesh.schedule.unit import FlatBuffer, Role, Unit, join, join_units, neighbours
 from zeromesh.strategy import Layout, Strategy
 from zeromesh.strategy.parts import layouts_of
 

@@ -10,9 +10,11 @@ from math import prod
 import pytest
 
 from tests.pure.strategy.mixes import NAMES, mixes, notation
-from zeromesh.schedule import BufferLayout, FlatBuffer, Role, Schedule, Transfer, Unit
+from zeromesh.schedule.buffer_layout import BufferLayout
+from zeromesh.schedule.program import Schedule
 from zeromesh.schedule.step import sent_bytes_per_axis, step_transfers
-from zeromesh.schedule.transfer import wire_bytes
+from zeromesh.schedule.transfer import Transfer, wire_bytes
+from zeromesh.schedule.unit import FlatBuffer, Role, Unit
 from zeromesh.strategy import Axis, Layout, Stage, Wire
 
 MESH = (("node", 2), ("cluster", 3), ("region", 2))

@@ -14,8 +14,9 @@ from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model import preset as model_preset
 from zeromesh.parallel import Parallel
-from zeromesh.schedule import FlatBuffer, Role, Schedule, Unit
 from zeromesh.schedule.memory import part_numel
+from zeromesh.schedule.program import Schedule
+from zeromesh.schedule.unit import FlatBuffer, Role, Unit
 from zeromesh.simulator import FixedWorkload, Mechanics, Simulation, find_engine, simulate
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, HostSeconds

@@ -10,7 +10,7 @@ from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import default_constants
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.errors import ClusterError, InternalError
-from zeromesh.schedule import Transfer
+from zeromesh.schedule.transfer import Transfer
 from zeromesh.simulator.network import Job, Network, Work
 from zeromesh.strategy import Layout
 

@@ -17,7 +17,7 @@ from zeromesh.model import preset as model_preset
 from zeromesh.parallel import WHOLE
 from zeromesh.pieces.owners import BUCKET_BYTES, choose_owners, newton_schulz_flops
 from zeromesh.planner import Options, Workload, search
-from zeromesh.schedule import Schedule
+from zeromesh.schedule.program import Schedule
 from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.owned import OwnedTensors

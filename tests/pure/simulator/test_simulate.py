@@ -12,7 +12,7 @@ from zeromesh.cost import default_constants
 from zeromesh.errors import ConfigError, InputError, MeshError, NotationError
 from zeromesh.model import Recomputation, UnitKind
 from zeromesh.model import preset as model_preset
-from zeromesh.schedule import Schedule
+from zeromesh.schedule.program import Schedule
 from zeromesh.schedule.step import sent_bytes_per_axis
 from zeromesh.simulator import ENGINES, FixedWorkload, simulate
 from zeromesh.simulator.units import schedule_units

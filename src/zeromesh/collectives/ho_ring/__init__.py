@@ -15,12 +15,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from zeromesh.collectives import ByLevel
-from zeromesh.schedule import Route, Transfer
+from zeromesh.schedule.buffer_layout import Route
+from zeromesh.schedule.transfer import Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from zeromesh.comm import AxisGroup, Step
+    from zeromesh.comm.exchange import AxisGroup, Step
 
 
 class HoRing(ByLevel):
