@@ -99,7 +99,7 @@ def auto_strategy(model: nn.Module, mesh: DeviceMesh, cluster: Cluster | str, wo
     """The planner's choice for `model` on `mesh`, whose axes must be the cluster's levels."""
     from zeromesh.engine.build import mesh_axes
     from zeromesh.model import Recomputation
-    from zeromesh.model.recomputation import recomputes
+    from zeromesh.model.module_recomputation import recomputes
 
     axes = mesh_axes(mesh, ())
     if workload.recomputation is None:

@@ -17,8 +17,8 @@ from zeromesh.engine.units import Precision, find_units, join_modules
 from zeromesh.errors import ModelError
 from zeromesh.model import ModelSpec, UnitKind
 from zeromesh.model.from_module import from_module
+from zeromesh.model.module_recomputation import recomputes
 from zeromesh.model.module_units import cut
-from zeromesh.model.recomputation import recomputes
 from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.simulator.units import schedule_units
 
