@@ -257,8 +257,6 @@ def _fill_shards(
             torch.accelerator.current_stream(device).synchronize()
         shares = schedule.shares_slot(len(shards))
         shards.append(UnitShards(name=unit.name, buffers=buffers, shares_slot=shares))
-    if materialiser:
-        materialiser.rest()
     message = next(filter(None, control.gather(materialiser.error if materialiser else "")), "")
     if message:
         raise ModelError(message) from (materialiser.cause if materialiser else None)

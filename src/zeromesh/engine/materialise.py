@@ -77,9 +77,6 @@ class Materialiser:
         sharing = {self._owners[id(params)] for info in infos for params, _ in info.sites}
         self._run({*self._inside[unit.name], *sharing})
 
-    def rest(self) -> None:
-        self._run(set(self._order))
-
     def _run(self, wanted: set[nn.Module]) -> None:
         modules = [module for module in self._order if module in wanted and module not in self._done]
         self._done.update(modules)

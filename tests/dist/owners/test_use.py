@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -475,3 +476,16 @@ def test_what_is_refused():
         optimizer.step()
     del model, params
     gc.collect()
+
+
+@on_ranks(2)
+def test_a_step_that_raised_leaves_no_message_under_way_at_rest():
+    model = shard(net(), (2,), "node=1")
+    optimizer = zm.by_owner(SOAP, [param for param in model.parameters() if param.requires_grad], bucket_bytes=400)
+    backward(model, 0)
+    engine = engine_of(model)
+    with mock.patch.object(type(optimizer.buckets[0]), "give_back", side_effect=KeyError), pytest.raises(KeyError):
+        optimizer.step()
+    assert any(ticket is not None for ticket in engine.whole._steps.under_way)
+    engine.at_rest()
+    assert not engine.whole._steps.under_way
