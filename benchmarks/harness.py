@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import Lab
-from zeromesh.files import write_whole
+from zeromesh.files.users import write_whole
 from zeromesh.measure.launch import on_all_ranks
 from zeromesh.measure.setting import read_setting
 

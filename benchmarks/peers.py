@@ -33,7 +33,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeromesh as zm
 from benchmarks.harness import add, in_turns, on_ranks, parser, ratio
-from zeromesh.comm import make_groups, reduce_scatter, workspace_bytes
+from zeromesh.comm.collectives import reduce_scatter, workspace_bytes
+from zeromesh.comm.groups import make_groups
 from zeromesh.launch.ranks import Ranks
 from zeromesh.strategy import Layout
 
