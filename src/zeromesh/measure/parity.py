@@ -6,8 +6,6 @@ in it. So it costs as much on 4 ranks as on 4,096.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,10 +32,10 @@ def largest_difference(ranks: Ranks, strategy: str) -> float:
         grad_dtype=torch.float64,
         master_dtype=torch.float64,
     )
-    _train(sharded, ranks, sharded=True)
+    _train_sharded(sharded, ranks)
     found = zm.full_state_dict(sharded)
     plain = make_llama(MODEL).double().to(ranks.device)
-    _train(plain, ranks, sharded=False)
+    _train_plainly(plain, ranks)
     worst = torch.zeros((), dtype=torch.float64)
     if ranks.rank == 0:
         pairs = [(found[name], value.detach().cpu()) for name, value in plain.named_parameters()]
@@ -52,14 +50,24 @@ def _batch(rank: int, step: int, micro: int, device: torch.device) -> Tensor:
     return torch.randint(0, SHAPES[MODEL].vocab, (SEQUENCES, TOKENS), generator=generator).to(device)
 
 
-def _train(model: nn.Module, ranks: Ranks, *, sharded: bool) -> None:
+def _train_sharded(model: nn.Module, ranks: Ranks) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         for micro in range(MICRO_BATCHES):
-            with zm.accumulate(model, last=micro == MICRO_BATCHES - 1) if sharded else nullcontext():
+            with zm.accumulate(model, last=micro == MICRO_BATCHES - 1):
                 loss = loss_of(model, _batch(ranks.rank, step, micro, ranks.device)) / MICRO_BATCHES
                 loss.backward()  # type: ignore[no-untyped-call]  # torch's
-        for parameter in () if sharded else model.parameters():
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _train_plainly(model: nn.Module, ranks: Ranks) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        for micro in range(MICRO_BATCHES):
+            loss = loss_of(model, _batch(ranks.rank, step, micro, ranks.device)) / MICRO_BATCHES
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        for parameter in model.parameters():
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
             parameter.grad /= ranks.world
