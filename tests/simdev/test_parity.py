@@ -36,8 +36,8 @@ def check_all(strategies: list[str], case: Case, *shape: int) -> None:
 def copying(strategy: str) -> tuple[str, ...]:
     """Files that bring tensors of the host back to its memory: values at `zm.shard` and, where other gradients lie on
     the device, the factor that they are clipped by; of parts the groups that they lend."""
-    shared = ("engine/api.py:",) if "host[" in strategy or "|" in strategy else ()
-    lent = ("engine/build.py:",) if "|" in strategy else ()
+    shared = ("engine/steps.py:",) if "host[" in strategy or "|" in strategy else ()
+    lent = ("engine/parts.py:",) if "|" in strategy else ()
     return ("engine/flat.py:", *shared, *lent) if "host" in strategy else ()
 
 
