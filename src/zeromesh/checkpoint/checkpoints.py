@@ -154,6 +154,7 @@ class Checkpoints:
             about=_about(held),
             aliases=tensors.aliases_of(held, frozen=self._frozen),
             groups=groups if any(engine.control.first for engine in held.engines) else (),
+            numbers=tensors.number_names(self._optimizers),
             common=held.common,
         )
         self._saver.save(snapshot)

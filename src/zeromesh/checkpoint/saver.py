@@ -115,6 +115,7 @@ class Snapshot:
         about: for `Manifest.about`; rank 0's.
         aliases: further names, for readers other than zeromesh, with the tensor's own.
         groups: the optimizers' options, `describe_groups`; from one rank of each stage.
+        numbers: names of this rank's states that are numbers of Python's, `tensors.number_names`.
         common: names that several ranks write, which must be alike; the same on all ranks.
     """
 
@@ -124,6 +125,7 @@ class Snapshot:
     about: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     groups: Sequence[Any] = ()
+    numbers: Sequence[str] = ()
     common: frozenset[str] = frozenset()
 
 
@@ -134,13 +136,14 @@ class _Share:
     Args:
         written: the contents of its file.
         empty: tensors without elements.
-        aliases, groups: of its snapshot.
+        aliases, groups, numbers: of its snapshot.
     """
 
     written: Sequence[Written]
     empty: Mapping[str, TensorEntry]
     aliases: Mapping[str, str]
     groups: Sequence[Any]
+    numbers: Sequence[str]
 
 
 class Saver:
@@ -269,7 +272,13 @@ class Saver:
         def write() -> _Share:
             written = write_file(self.storage, directory, file, copied) if any(copy.numel() for copy in copies) else []
             empty = entries_of((), [piece for piece in copied if not prod(piece.shape)])
-            return _Share(written=written, empty=empty, aliases=snapshot.aliases, groups=snapshot.groups)
+            return _Share(
+                written=written,
+                empty=empty,
+                aliases=snapshot.aliases,
+                groups=snapshot.groups,
+                numbers=snapshot.numbers,
+            )
 
         return _tried(self.storage.where(directory, file), write)
 
@@ -278,6 +287,7 @@ class Saver:
         rows = _once([row for share in shares for row in share.written], snapshot.common)
         empty = {name: entry for share in shares for name, entry in share.empty.items()}
         groups = join_groups([share.groups for share in shares])
+        told = {"groups": groups, "numbers": sorted({name for share in shares for name in share.numbers})}
         aliases = {alias: name for share in shares for alias, name in share.aliases.items()}
         aliased = [replace(row, name=alias) for alias, name in aliases.items() for row in rows if row.name == name]
         manifest = Manifest(
@@ -285,7 +295,7 @@ class Saver:
             serial=serial,
             tensors=empty | entries_of(rows),
             files=files_of(rows),
-            state={**snapshot.state, **({"groups": groups} if groups else {})},
+            state={**snapshot.state, **{key: value for key, value in told.items() if value}},
             about=snapshot.about,
         )
         objects = {**groups_for_torch(groups), "step": snapshot.step}

@@ -265,7 +265,7 @@ def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, tuple[Ten
                 if isinstance(value, Tensor):
                     parts = stored(key, value.local if isinstance(value, Slice) else value)
                     found.update({name: (part, region) for name, part in parts.items()})
-                elif isinstance(value, int | float) and not isinstance(value, bool):
+                elif _is_number(value):
                     dtype = torch.float64 if isinstance(value, float) else torch.int64  # as exact as Python's
                     found[key] = torch.tensor(value, dtype=dtype, device="cpu"), region
                 elif value is not None:
@@ -274,6 +274,30 @@ def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, tuple[Ten
                         f"{type(value).__name__}"
                     )
     return states
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def number_names(optimizers: Sequence[Optimizer]) -> list[str]:
+    """Names of the states on this rank that are numbers of Python's, and not tensors: torch computes with a tensor of
+    integers in fp32, so a resumed run would round where an uninterrupted one does not."""
+    states = [item for optimizer in optimizers for item in optimizer.state.items()]
+    return [
+        f"{STATE}{param.full_name}.{key}"
+        for param, values in states
+        for key, value in values.items()
+        if isinstance(param, ShardedParameter) and _is_number(value)
+    ]
+
+
+def _saved_numbers(reader: Reader) -> frozenset[str]:
+    """The result of `number_names`, of all ranks; an older checkpoint, or another tool's, has none."""
+    found = reader.manifest.state.get("numbers", [])
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise DamagedError(f"{reader.where}: the names of its numbers cannot be read")
+    return frozenset(name for name in found if name in reader.manifest.tensors and not reader.entry(name).shape)
 
 
 def _state_pieces(param: ShardedParameter, key: str, value: Tensor, region: Region | None) -> list[Piece]:
@@ -346,8 +370,9 @@ def restore_optimizers(held: Held, optimizers: Sequence[Optimizer], reader: Read
     for name, entry in reader.manifest.tensors.items():
         if name.startswith(STATE):
             saved[name.removeprefix(STATE).rpartition(".")[0]][name] = entry
-    fresh: dict[Optimizer, dict[Tensor, dict[str, Tensor]]] = {}
+    fresh: dict[Optimizer, dict[Tensor, dict[str, Any]]] = {}
     pieces: list[Piece] = []
+    single, read = _saved_numbers(reader), list[tuple[dict[str, Any], str]]()
     known = dict(held.params())
     for optimizer in optimizers:
         states = fresh[optimizer] = {}
@@ -361,6 +386,7 @@ def restore_optimizers(held: Held, optimizers: Sequence[Optimizer], reader: Read
                         present = optimizer.made_state(param)  # only the class knows how its quantised states are made
                     targets, states[param] = _state_targets(param, group, found, reader, present, owned)
                     pieces += targets
+                    read += [(states[param], name.rpartition(".")[2]) for name in found if name in single]
     own = {name for names in known.values() for name in names}
     passed = {name.removeprefix(MODEL) for tensor in held.tensors() for name in tensor.names} - own  # of other stages
     passed.update(name for param, names in known.items() if not param.requires_grad for name in names)
@@ -370,6 +396,8 @@ def restore_optimizers(held: Held, optimizers: Sequence[Optimizer], reader: Read
             f"as {strange[0]}: give all optimizers that were saved, over the same parameters"
         )
     reader.fill(pieces)
+    for values, key in read:
+        values[key] = values[key].item()
     for optimizer, states in fresh.items():
         optimizer.state.clear()
         optimizer.state.update(states)
@@ -382,10 +410,10 @@ def _state_targets(
     reader: Reader,
     present: Mapping[str, Any],
     owned: Region | None,
-) -> tuple[list[Piece], dict[str, Tensor]]:
+) -> tuple[list[Piece], dict[str, Any]]:
     """The pieces that a parameter's states are read into, and the states: of an `owned` region, which may be all, or
     of the elements of this rank's slice."""
-    targets, states = list[Piece](), dict[str, Tensor]()
+    targets, states = list[Piece](), dict[str, Any]()
     local, shape = param.local, tuple(param.shape)
     number_device = local.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
     for name, entry in found.items():
