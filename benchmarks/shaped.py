@@ -157,10 +157,7 @@ def run(
     """
     torch.set_num_threads(1)
     mesh, kind, data = ranks.mesh, getattr(torch, dtype), batches(micro_batches, 2, 64)
-    sizes = (
-        mesh.shape[0],
-        math.prod(mesh.shape[1:]),
-    )  # peers know two levels: what a slow link is before, and the rest
+    sizes = (mesh.shape[0], math.prod(mesh.shape[1:]))  # peers know two levels: across slow links, and within
     makers: dict[str, Callable[[], Step]] = {}
     rows: list[dict[str, Any]] = []
     for system in (name for name in ours(mesh.ndim, kind) if re.search(only, name)):

@@ -99,7 +99,7 @@ class Lab:
         """End all that runs in the lab and remove it; `with` does it. A second call does nothing."""
         # A forked child that leaves the `with` block by an exception must not take the lab from its owner.
         if self._owner_pid == os.getpid():
-            # Signals wait: a second one would end the removal half-way, and what is left is refused by the next lab.
+            # Signals wait: a second one would end the removal half-way, and the next lab would refuse the remains.
             with noticing(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 Registry().remove(self.name)
                 came = asked_by()

@@ -73,7 +73,7 @@ def make_groups(
     *,
     timeout_s: float | None = None,
     registered: bool = False,
-    in_turn: AbstractSet[str] = frozenset(),
+    beside: AbstractSet[str] = frozenset(),
 ) -> dict[str, AxisGroup]:
     """The groups of every axis with more than one rank. All ranks of the mesh call this at the same point.
 
@@ -82,7 +82,7 @@ def make_groups(
         axes: each a dimension of the mesh or a part of one.
         timeout_s: after which a collective fails; None for that of the default process group.
         registered: whether they will send registered memory.
-        in_turn: names of axes whose gathers and reductions never run at once.
+        beside: names of axes that lend their communicators to one that gathers beside its reductions.
 
     Returns:
         By axis name; axes of size 1 have none, since nothing is ever sent over them.
@@ -100,7 +100,9 @@ def make_groups(
         machines = _machines(everyone)
         for axis in axes:
             lines = [[machines[rank] for rank in line] for line in _lines(mesh, axis).tolist()]
-            options = Options.of(lines, registered=registered, in_turn=axis.name in in_turn)
+            # Replicated parameters are gathered after a step alone, when nothing is reduced.
+            in_turn = not axis.stage.shards_params and axis.name not in beside
+            options = Options.of(lines, registered=registered, in_turn=in_turn)
             keys[axis.name] = keys[axis.name]._replace(options=options)
     for axis in axes if timeout_s is None else ():
         if axis.size == mesh.size((mesh.mesh_dim_names or ()).index(axis.mesh_axis)):

@@ -135,9 +135,7 @@ def build_engine(
         groups = groups_of(homes, register=register)
     else:
         mesh, axes = homes[""].mesh, homes[""].layout.axes
-        # Replicated parameters are gathered after a step alone, when nothing is reduced.
-        in_turn = {axis.name for axis in axes if not axis.stage.shards_params}
-        groups = {} if mesh is None else make_groups(mesh, axes, registered=register, in_turn=in_turn)
+        groups = {} if mesh is None else make_groups(mesh, axes, registered=register)
     schedule = Schedule.of(
         homes[""].layout,
         units,

@@ -174,8 +174,8 @@ class Control:
         return value
 
     def _said(self, group: dist.ProcessGroup, value: ResultT) -> ResultT:
-        """The length in a word, then the bytes. Torch's own takes a length from the first rank alone, which a rank that
-        counts (`zeromesh.simdev`) never hears from: here it says its own."""
+        """The length in a word, then the bytes. Torch's own takes a length from the first rank alone, and in a group
+        that only counts nobody hears from it: here each rank says its own."""
         data = pickle.dumps(value)
         length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
         dist.broadcast(length, group_src=0, group=group)

@@ -261,8 +261,8 @@ class Engine:
         if running is not None and running.task == -1:
             return  # `run_weights` knows where it is
         # Gradient mode is on in a backward under create_graph=True alone. Hooks do not see the next after torch.func's.
-        inside = torch._C._functorch.peek_interpreter_stack() is not None
-        if torch.is_grad_enabled() and (inside or self.schedule.memory.gather.slot_of[unit] is not None):
+        slot = self.schedule.memory.gather.slot_of[unit]
+        if torch.is_grad_enabled() and (slot is not None or torch._C._functorch.peek_interpreter_stack() is not None):
             raise ModelError(
                 f"a backward with create_graph=True through unit {self.backend.units[unit].name or '(root)'!r}: second "
                 f"derivatives need gathered parameters, so stages 0, 1 and 2 only, of the host too, and no torch.func"

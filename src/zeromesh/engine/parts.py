@@ -206,15 +206,13 @@ def groups_of(homes: Mapping[str, Home], *, register: bool) -> dict[str, AxisGro
 
     layouts = [home.layout for home in homes.values()]
     lent = _agreed(lent_axes(layouts, line), layouts, homes[""].control)
-    axes = [axis for layout in layouts for axis in layout.axes]
-    # Replicated parameters are gathered after a step alone, when nothing is reduced.
-    beside = {lent.get(axis.name, axis.name) for axis in axes if axis.stage.shards_params}
-    in_turn = {axis.name for axis in axes} - beside
+    sharded = {axis.name for layout in layouts for axis in layout.param_axes}
+    beside = {lender for borrower, lender in lent.items() if borrower in sharded}
     found = dict[str, AxisGroup]()
     for home in homes.values():
         if home.mesh is not None:
             own = [axis for axis in home.layout.axes if axis.name not in lent]
-            found |= make_groups(home.mesh, own, registered=register, in_turn=in_turn)
+            found |= make_groups(home.mesh, own, registered=register, beside=beside)
         borrowed = (axis.name for axis in home.layout.axes if axis.name in lent)
         found |= {name: found[lent[name]].lent(name) for name in borrowed}
     return found

@@ -1,4 +1,4 @@
-"""The system's files: what they say of this machine. Files of users are read in `users`."""
+"""Facts about this machine, from the system's files. Users' files are read in `users`."""
 
 from __future__ import annotations
 

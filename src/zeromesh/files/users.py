@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +65,13 @@ def parse_toml(text: str, *, where: str, error: type[InputError] = InputError) -
         InputError: `error`, where it is not TOML, is nested deeper than `MAX_DEPTH`, or has whole numbers beyond the 64
             bits that TOML gives them.
     """
-    try:
-        tables = tomllib.loads(text)
-        _require_bounds(tables)
-    except (ValueError, RecursionError) as why:
-        raise error(f"{where}: not valid TOML: {_reason(why)}") from why
+    tables: dict[str, Any] = _parsed(tomllib.loads, text, f"{where}: not valid TOML", "", error)
     return tables
 
 
 def parse_json(text: str, *, where: str, hint: str = "", error: type[InputError] = InputError) -> Any:
     """Parses JSON within the same limits; `hint` describes the expected text."""
-    try:
-        found = json.loads(text)
-        _require_bounds(found)
-    except (ValueError, RecursionError) as why:
-        raise error(f"{where}: not JSON: {_reason(why)}{hint}") from why
-    return found
+    return _parsed(json.loads, text, f"{where}: not JSON", hint, error)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -105,6 +97,15 @@ def require_writable(directory: Path, *, key: str, error: type[InputError] = Inp
         reason = "a directory of this user's to write to" if there.is_dir() else "a directory"
         raise error(f"{key}: cannot write {directory}: {there} is not {reason}")
     return there
+
+
+def _parsed(loads: Callable[[str], Any], text: str, otherwise: str, hint: str, error: type[InputError]) -> Any:
+    try:
+        found = loads(text)
+        _require_bounds(found)
+    except (ValueError, RecursionError) as why:
+        raise error(f"{otherwise}: {_reason(why)}{hint}") from why
+    return found
 
 
 def _require_bounds(value: Any) -> None:

@@ -293,12 +293,12 @@ def test_a_device_s_groups_have_its_backend_alone_and_are_connected_as_they_are_
         patch.object(groups, "_machines", lambda everyone: dict(enumerate("aabb"))),
         patch.object(torch.cuda, "get_device_name", lambda: "NVIDIA H200"),
     ):
-        held = make_groups(mesh, axes(*TWO), timeout_s=23.0, in_turn={"cluster"})
+        held = make_groups(mesh, axes(*TWO), timeout_s=23.0)
         expected = [(f"{axis} {use}", "nccl") for axis in ("node", "cluster") for use in ("gather", "reduce")]
         assert [(description, backend) for description, backend, _ in made] == expected
         # Between machines, and not inside one, the two share buffers.
         assert [parent for *_, parent in made] == [None, None, None, held["cluster"].gather.process_group]
         assert sent == [(1, held[name].ranks) for name in ("node", "node", "cluster", "cluster")]
         del held
-        make_groups(mesh, axes(*TWO), timeout_s=23.0, in_turn={"cluster"})
+        make_groups(mesh, axes(*TWO), timeout_s=23.0)
         assert len(made) == len(sent) == 4

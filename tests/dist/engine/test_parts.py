@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ import zeromesh as zm
 from tests.dist.parity import Case, backward, check_case, mesh_of, sharded
 from tests.dist.pool import on_ranks
 from tests.pure.strategy.mixes import mixes, notation
+from zeromesh.engine import parts as parts_module
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import MeshError, ModelError, NotationError, OptimizerError
 
@@ -31,6 +34,18 @@ def test_parts_on_the_same_mesh():
     for at, (own, other) in enumerate(PAIRS[::2]):
         case = Case(weighted=True) if at % 2 else Case(optimizer="both", debug=True)
         check_case(in_parts(own, other), case, 2, 2)
+
+
+@on_ranks(4)
+def test_a_lender_is_known_to_gather_beside_its_reductions():
+    """Its communicators then share no buffers."""
+    for other, expected in (("node=3d,cluster=0", {"node"}), ("node=1,cluster=0", set())):
+        with (
+            mock.patch.object(parts_module, "make_groups", side_effect=parts_module.make_groups) as made,
+            sharded(f"node=0,cluster=0 | *.up: {other}", CASE, mesh_of(2, 2)) as (model, _),
+        ):
+            assert sum(group.lender is not None for group in engine_of(model).backend.groups.values()) == 2
+        assert all(call.kwargs["beside"] == expected for call in made.call_args_list) and made.called
 
 
 @on_ranks(4)
