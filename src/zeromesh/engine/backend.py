@@ -21,7 +21,6 @@ the leaf itself.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -37,7 +36,7 @@ from zeromesh.comm.lane import Job, Lane, Ticket
 from zeromesh.engine.chain import Binding, ReduceChains, Scratch
 from zeromesh.engine.flat import FlatShards, GradDestinations
 from zeromesh.engine.leaf import Leaf, PlainLeaf, classes_of, local_of
-from zeromesh.engine.param import UNSETTLED, ShardedParameter
+from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import CommunicationError, ModelError
 from zeromesh.schedule.state import Reducing, Reduction
 from zeromesh.schedule.transfer import COPIES, REDUCTIONS, LaneKind, lane_axes
@@ -45,6 +44,7 @@ from zeromesh.strategy import Layout
 
 if TYPE_CHECKING:
     from zeromesh.comm.host import HostLink
+    from zeromesh.engine.hosted import HostWork
 
 _NOBODY = 0
 _VERSION_BITS = 16
@@ -198,12 +198,6 @@ class UnitShards:
 
 LaneName = LaneKind | Literal["step", "step 0", "step 1"]
 
-STREAMED: tuple[LaneName, LaneName] = ("step 0", "step 1")
-"""The lanes of steps on the device, for units of even and of odd numbers: one's copies run beside the other's step."""
-
-_CLIP = -1
-"""Where a clip stands among the steps of units."""
-
 ByLane = tuple[tuple[LaneKind, Chain], ...]
 """Chains of several lanes, each after the one before."""
 
@@ -228,7 +222,7 @@ class DeviceBackend:
         layouts: of the model, then of its parts.
         host: copies to and from its memory; None if nothing lies there.
         registered: whether slots lie in registered memory.
-        away: nothing of the model is there: `zm.parked`.
+        work: on slices in the host's memory; None before any.
         chains: of each unit; `record` puts observed ones in their place while it records.
     """
 
@@ -241,8 +235,7 @@ class DeviceBackend:
     chains: Sequence[UnitChains] = field(init=False)
     device: torch.device
     registered: bool
-    away: bool = False
-    _parked: object = None  # the slices' control, while they lie elsewhere
+    work: HostWork | None = None
 
     def __post_init__(self) -> None:
         self.chains = [self._bind(unit) for unit in self.units]
@@ -250,8 +243,7 @@ class DeviceBackend:
         self._closes = any(layout.gathers for layout in self.layouts)
         refreshed = [b.master_in_params for u in self.units for b in u.buffers if b.placed.routes["refresh"].down]
         self._landing: tuple[LaneKind, ...] = (*COPIES, "refresh") if refreshed else COPIES
-        self._rewrites = any(refreshed)  # parameters come down onto masters inside them
-        self._steps: dict[int, Any] = {}  # tickets of units on the host since somebody has last waited for all; a clip
+        self.rewrites = any(refreshed)  # parameters come down onto masters inside them
 
     def _bind(self, unit: UnitShards) -> UnitChains:
         bound = [Binding(buffer, self.groups, self.scratch, self.host) for buffer in unit.buffers]
@@ -280,17 +272,24 @@ class DeviceBackend:
         self.lanes, self.chains = lanes, chains
         return before
 
+    def beside(self) -> HostWork:
+        """Work on slices in the host's memory begins."""
+        from zeromesh.engine.hosted import HostWork  # of host=, or zm.parked
+
+        self.work = self.work or HostWork(self)
+        return self.work
+
     # ---- schedule.Backend
 
     def refresh(self, unit: int) -> Ticket | None:
         if late := self.units[unit].take_fresh():
             from zeromesh.engine.beside import bring  # of host=
 
-            self.step(unit, partial(bring, late, self.host), streamed=True)
-        ticket = self._gather("refresh", self.chains[unit].refresh, unit, self._steps.get(unit))
-        if self._rewrites and ticket is not None:  # with the values that are there, which may change meanwhile
-            self._steps[unit] = ticket
-            self._list_unsettled()
+            self.beside().step(unit, partial(bring, late, self.host), streamed=True)
+        after = None if self.work is None else self.work.steps.get(unit)
+        ticket = self._gather("refresh", self.chains[unit].refresh, unit, after)
+        if self.rewrites and ticket is not None:  # with the values that are there, which may change meanwhile
+            self.beside().add(unit, ticket)
         return ticket
 
     def unshard(self, unit: int, *, from_kept: bool, after: Ticket | None) -> Ticket | None:
@@ -324,6 +323,8 @@ class DeviceBackend:
             down = own.micro_down if away and not further else own.down if reduction.boundary else ()
             if down:
                 jobs["down"].append(partial(_run_chain, down))
+                if self.work is not None and self.work.clips and reduction.boundary:
+                    jobs["down"].append(self.work.finding_norms(buffer))
         if not any(own.boundary for own in chains.values()):
             jobs["reduce"], jobs["boundary"] = jobs["reduce"] + jobs["boundary"], []
         if not any(own.micro for own in chains.values()):
@@ -339,8 +340,7 @@ class DeviceBackend:
         try:
             ticket.wait()
         except CommunicationError:  # the job was not run, perhaps since an optimizer's step has failed
-            cause = next(filter(None, (step.error for step in self._steps.values())), None)
-            if cause is not None:
+            if self.work is not None and (cause := self.work.error) is not None:
                 raise cause from None
             raise  # with the words of its own backend
 
@@ -350,59 +350,10 @@ class DeviceBackend:
             if kind in self.lanes:
                 self.lanes[kind].synchronize()
 
-    def step(self, unit: int, job: Job, *, streamed: bool = False) -> None:
-        """An optimizer steps on slices of a unit in the host's memory, beside the caller, there or (`streamed`) on the
-        device: `settle` waits for it."""
-        lane: LaneName = STREAMED[unit % 2] if streamed else "step"
-        self._steps[unit] = self.lanes[lane].submit(job, f"step {self.units[unit].name}", after=self._steps.get(unit))
-        self._list_unsettled()
-
-    def owe(self, clip: Any = None) -> Any:
-        """Leaves a clip of gradients in the host's memory to a step that asks for it, or to `settle`; returns the one
-        that was left."""
-        owed = self._steps.pop(_CLIP, None)
-        if clip is not None:
-            self._steps[_CLIP] = clip
-        if clip is not owed:
-            self._list_unsettled()
-        return owed
-
-    def park(self, owner: object, *, whole: bool = False) -> None:
-        """Its shards have left their memory, or the `whole` model has, until this is called with None; `owner` is the
-        slices' control."""
-        self._parked, self.away = owner, whole
-        self._list_unsettled()
-        for unit in self.units:
-            vars(unit).pop("sites", None)  # with addresses
-
-    def require_here(self) -> None:
-        if self._parked is not None:
-            raise ModelError(
-                "the model's shards lie in the host's memory inside zm.parked: leave it first (with host=1 and host=2, "
-                "forwards without a backward run inside)"
-            )
-
-    def settle(self, looked: object = None) -> None:
-        """Comes after the steps on the host, for one who looks at slices of this control, or at all.
-
-        Raises:
-            ModelError: they are parked.
-        """
-        if looked is None or looked is self._parked:
-            self.require_here()
-        for unit, ticket in list(self._steps.items()):
-            ticket.wait()
-            self._steps.pop(unit, None)  # only now: a Ctrl-C may end the wait
-        if self._rewrites:
-            self.land()
-        for lane in STREAMED:
-            if lane in self.lanes:
-                self.lanes[lane].synchronize()
-        self._list_unsettled()
-
-    def _list_unsettled(self) -> None:
-        others = [each for each in UNSETTLED if each() not in (None, self)]
-        UNSETTLED[:] = [*others, weakref.ref(self)] if self._parked is not None or self._steps else others
+    def settle(self) -> None:
+        """Comes after the work on slices in the host's memory. Raises ModelError if they are parked."""
+        if self.work is not None:
+            self.work.settle()
 
     def use(self, unit: int) -> None:
         shards = self.units[unit]

@@ -5,10 +5,10 @@ gradient. So an optimizer of the same class steps on one unit at a time, over pl
 lane of the host. Units go in the order of the forward, and the refresh of each follows its step. The groups are copies:
 a scheduler may go on to the next rate at once.
 
-A clip leaves its factor to the step, whose kernels multiply by it in passing. Gradients and states stay at their places
-meanwhile. Whoever looks at a slice's values, a gradient's or a state comes after the steps (`settle`), and so does the
-first backward after them, which writes to the gradients' memory. A plain tensor of such memory that somebody has kept
-from before knows nothing of it.
+A clip leaves its factor to the step, whose kernels multiply by it in passing. Its norm has been found on the device, of
+gradients on their way down. Gradients and states stay at their places meanwhile. Whoever looks at a slice's values, a
+gradient's or a state comes after the steps (`settle`), and so does the first backward after them, which writes to the
+gradients' memory. A plain tensor of such memory that somebody has kept from before knows nothing of it.
 
 Torch's fused kernels are chosen for the host where the user has chosen none: without them one Python thread would issue
 each operation of each parameter. States that torch has made on the device (`;step=device`) go to the host's memory,
@@ -101,7 +101,7 @@ def step_beside(step: _Step, optimizer: Optimizer) -> bool:
     ):
         later -= part.fresh
         job = partial(_run, part, step, engine.backend.host, later)
-        engine.backend.step(unit, job, streamed=kind is _Streamed)
+        engine.backend.beside().step(unit, job, streamed=kind is _Streamed)
     if here is not None:
         here.run(step)
     for engine in dict.fromkeys(engine for engine, _, _ in parts) if first else ():
@@ -152,7 +152,10 @@ def leave_to_step(
     there = {cast(Tensor, p.grad): grad for p, grad in zip(params, grads, strict=True) if p.steps_there}
     if {grad.dtype for grad in there.values()} != {torch.float32}:  # in which kernels take a factor
         return grads
-    if float(own := factor.to("cpu", torch.float32)) != 1 and (before := backend.owe(_Clip(there, own))) is not None:
+    if (
+        float(own := factor.to("cpu", torch.float32)) != 1
+        and (before := backend.beside().owe(_Clip(there, own))) is not None
+    ):
         before.wait()  # of the same model, which has been given twice
     return [grad for param, grad in zip(params, grads, strict=True) if not param.steps_there]
 
@@ -164,7 +167,7 @@ def _clips_of(optimizer: Optimizer) -> dict[Any, _Clip]:
         if isinstance(param, ShardedParameter) and param.steps_there and param.grad is not None:
             there[param.engine()].add(param.grad)
     for engine, grads in there.items():
-        if (clip := engine.backend.owe()) is not None and clip.grads.keys() == grads:
+        if (clip := engine.backend.beside().owe()) is not None and clip.grads.keys() == grads:
             found[engine] = clip
         elif clip is not None:
             clip.wait()

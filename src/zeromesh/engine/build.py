@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from zeromesh.comm.groups import Registration, make_groups, mesh_group, registered
 from zeromesh.comm.lane import Lane
-from zeromesh.engine.backend import STREAMED, DeviceBackend, LaneName, UnitShards
+from zeromesh.engine.backend import DeviceBackend, LaneName, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.elements import Home
@@ -168,6 +168,8 @@ def build_engine(
         if device.type != "cpu":  # launchers give a rank one thread, and no device computes with the others
             lanes["step"].submit(partial(host.enter_thread, max(torch.get_num_threads(), cores)))
     if any(buffer.streamed for unit in schedule.placed for buffer in unit):
+        from zeromesh.engine.hosted import STREAMED  # of ;step=device
+
         lanes |= {name: Lane(name, device=device, inline=inline) for name in STREAMED}
     backend = DeviceBackend(
         units=shards,

@@ -141,8 +141,8 @@ class Engine:
             self._enter_backward()
         else:
             self._recover()
-            if self.backend.away:
-                self.backend.require_here()
+            if (work := self.backend.work) is not None and work.away:
+                work.require_here()
             self.changes.apply()
         self.interpreter.pre_forward(unit, read=read)
 
@@ -435,6 +435,8 @@ class Engine:
         left = iter(self._agreement.used())
         for unit, state in zip(self.backend.units, self.interpreter.states, strict=True):
             unit.show_grads(left, reduced=state.grad is GradState.REDUCED)
+        if self.backend.work is not None:
+            self.backend.work.show_norms()
 
     def require_stepped(self, call: str) -> None:
         shown = any(param.grad is not None for param in self.optimizer_params())
@@ -477,11 +479,13 @@ class Engine:
 
     def before_step(self, params: Sequence[ShardedParameter]) -> None:
         """Masters are about to change: nothing may still read them, and no partial sum may be left out."""
-        clip = self.backend.owe()
+        work = self.backend.work
+        clip = None if work is None else work.owe()
         try:
             self.at_rest()
         finally:
-            self.backend.owe(clip)
+            if work is not None:
+                work.owe(clip)
         self._require_whole()
         for unit in {param.unit for param in params}:
             name = self.backend.units[unit].name

@@ -61,15 +61,15 @@ def in_step(value: bool = True) -> Iterator[None]:
 
 
 UNSETTLED: list[weakref.ref[Any]] = []
-"""The back ends that may be at work on slices in the host's memory: [Note: Beside] of `zeromesh.engine.beside`."""
+"""The work on slices in the host's memory that there may be: [Note: Beside] of `zeromesh.engine.beside`."""
 
 
 def settle(looked: object) -> None:
     """Comes after the steps on slices in the host's memory. Raises ModelError if those of the control that is looked at
     are parked."""
     for each in [*UNSETTLED]:
-        if (backend := each()) is not None:
-            backend.settle(looked)
+        if (work := each()) is not None:
+            work.settle(looked)
 
 
 MARKED: MutableMapping[Tensor, Elements] = WeakTensorKeyDictionary()

@@ -73,7 +73,7 @@ def parked(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = (), h
         storage.resize_(0)
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
-    engine.backend.park(control, whole=stage == 3)
+    engine.backend.beside().park(control, whole=stage == 3)
     try:
         yield
     finally:
@@ -85,7 +85,7 @@ def parked(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = (), h
             bytes_of(storage).zero_()
         for state, key in states:
             state[key] = state[key].to(device, copy=True)
-        engine.backend.park(None)
+        engine.backend.beside().park(None)
         engine.interpreter.forget()
         for optimizer in optimizers:
             take_slices(optimizer)

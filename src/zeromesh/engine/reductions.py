@@ -25,13 +25,16 @@ from zeromesh.engine.elements import Elements
 from zeromesh.errors import InputError
 
 
-def slice_norms(slices: Sequence[Tensor], spans: Sequence[tuple[Span, ...]], order: float) -> Tensor:
+def slice_norms(
+    slices: Sequence[Tensor], spans: Sequence[tuple[Span, ...]], order: float, known: Sequence[Tensor | None] = ()
+) -> Tensor:
     """Norms of the tensors that `slices` are this rank's parts of, in fp64; the same on every rank.
 
     Args:
         slices: 1-D, in the same order on every rank.
         spans: the ranks that each tensor is divided over.
         order: p of the p-norm, above 0; infinity for the maximum.
+        known: the norms of slices that need not be read, in fp64; None for the others.
 
     Raises:
         InputError: the order is not above 0.
@@ -45,7 +48,10 @@ def slice_norms(slices: Sequence[Tensor], spans: Sequence[tuple[Span, ...]], ord
         indices[own].append(index)
     # Where some lie on the host and others on a device, the ranks exchange numbers of the device.
     device = max((each.device for each in slices), key=lambda each: each.type != "cpu")
-    powers = {own: _powers([slices[index] for index in held], order, device) for own, held in indices.items()}
+    known, powers = known or [None] * len(slices), dict[tuple[Span, ...], Tensor]()
+    for own, held in indices.items():
+        norms = own_norms([slices[index] for index in held], order, device, [known[index] for index in held])
+        powers[own] = norms if math.isinf(order) else norms.pow(order)
     _over_spans(powers, largest=math.isinf(order))
     by_index = {i: each for own, held in indices.items() for i, each in zip(held, powers[own].unbind(), strict=True)}
     found = torch.stack([by_index[index] for index in range(len(slices))]) if len(powers) > 1 else powers[spans[0]]
@@ -83,28 +89,29 @@ def _largest(values: Tensor, span: Span) -> Tensor:
 _ROW = 1 << 12  # elements whose squares fp32 adds up with an error of 1e-7
 
 
-def _powers(slices: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """Sums of p-th powers of magnitudes (infinity: the largest), in fp64: squares of fp32 neither overflow nor round. A
-    few kernels for all slices, which are as many as a model has parameters."""
-    long = [order == 2 and x.is_cpu and x.dtype == torch.float32 and x.numel() > _ROW for x in slices]
-    short = [tensor for tensor, rows in zip(slices, long, strict=True) if tensor.numel() and not rows]
+def own_norms(slices: Sequence[Tensor], order: float, device: torch.device, known: Sequence[Tensor | None]) -> Tensor:
+    """Norms of these slices alone, in fp64: squares of fp32 neither overflow nor round. A few kernels for all slices,
+    which are as many as a model has parameters."""
+    read = [tensor for tensor, norm in zip(slices, known, strict=True) if norm is None and tensor.numel()]
+    long = [order == 2 and x.is_cpu and x.dtype == torch.float32 and x.numel() > _ROW for x in read]
+    short = [tensor for tensor, rows in zip(read, long, strict=True) if not rows]
     found = iter(torch._foreach_norm(short, order, torch.float64) if short else ())
-    by_rows = iter(
-        _norms_by_rows([x for x, rows in zip(slices, long, strict=True) if rows], device) if any(long) else ()
-    )
-    nothing = torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack(
-        [
-            next(by_rows) if rows else next(found).to(device) if tensor.numel() else nothing
-            for tensor, rows in zip(slices, long, strict=True)
-        ]
-    )
-    return norms if math.isinf(order) else norms.pow(order)
+    by_rows = iter(_norms_by_rows([x for x, rows in zip(read, long, strict=True) if rows]) if any(long) else ())
+    kinds, nothing = iter(long), torch.zeros((), dtype=torch.float64, device=device)
+    norms = [
+        norm if norm is not None else nothing if not tensor.numel() else next(by_rows if next(kinds) else found)
+        for tensor, norm in zip(slices, known, strict=True)
+    ]
+    if there := [norm for norm in norms if norm.device != device]:
+        pinned = torch.empty(len(there), dtype=torch.float64, pin_memory=True)  # else the host waits for the device
+        sent = iter(torch.stack(there, out=pinned).to(device, non_blocking=True))
+        norms = [norm if norm.device == device else next(sent) for norm in norms]
+    return torch.stack(norms)
 
 
-def _norms_by_rows(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """2-norms of fp32 on the host, in fp64 and on the device. There fp64 of all values takes ten times as long as
-    reading them, so rows are added up in fp32, by all threads, unless their sum is outside of its middle range."""
+def _norms_by_rows(tensors: Sequence[Tensor]) -> Tensor:
+    """2-norms of fp32 on the host, in fp64. There fp64 of all values takes ten times as long as reading them, so rows
+    are added up in fp32, by all threads, unless their sum is outside of its middle range."""
     cut = [(tensor, tensor.numel() // _ROW) for tensor in tensors]
     rows = [torch.linalg.vector_norm(tensor[: n * _ROW].view(n, _ROW), dim=1) for tensor, n in cut]
     ends = [tensor[n * _ROW :] for tensor, n in cut]
@@ -114,7 +121,7 @@ def _norms_by_rows(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     # Squares below fp32's range are lost in such a sum, and none is above it.
     for index in (~((norms > 1e-10) & (norms < 1e12))).nonzero().flatten().tolist():
         norms[index] = torch.linalg.vector_norm(tensors[index], dtype=torch.float64)
-    return norms.to(device)
+    return norms
 
 
 @dataclass(frozen=True, slots=True)

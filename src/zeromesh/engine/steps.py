@@ -92,9 +92,12 @@ def clip_grad_norm_(
     shown, totals = list[tuple[list[ShardedParameter], list[Tensor]]](), list[Tensor]()
     for engine in engines:
         own = [param for param in engine.optimizer_params() if param.grad is not None]
+        known: Sequence[Tensor | None] = ()
+        if norm_type == 2 and engine.backend.host is not None:
+            known = engine.backend.beside().known_norms(own)
         grads = [param.grad.local for param in own]  # type: ignore[union-attr]  # slices
         shown.append((own, grads))
-        norms = slice_norms(grads, [param.elements.spans for param in own], norm_type)
+        norms = slice_norms(grads, [param.elements.spans for param in own], norm_type, known)
         norms = norms.to(torch.promote_types(grads[0].dtype, torch.float32)) if own else torch.zeros(1)
         totals.append(torch.linalg.vector_norm(norms, norm_type))
     total = totals[0]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 
 import zeromesh as zm
-from tests.dist.parity import DEFERRED, ONE_AXIS, STRATEGIES, Pair, check, close, net
+from tests.dist.parity import DEFERRED, ONE_AXIS, STRATEGIES, Pair, check, close, mesh_of_world, net
 from tests.dist.pool import on_ranks
 from zeromesh.engine.optim import ELEMENTWISE
 
@@ -160,3 +162,20 @@ def test_torch_clips_as_zeromesh_does():
         close(zm.clip_grad_norm_(pair.model, 0.01), torch.tensor(0.1), "norm after clipping", 1e-4)
         nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01)
         pair.same_grads()
+
+
+@on_ranks(2)
+def test_a_norm_of_sums_that_lie_on_the_host_since_an_earlier_micro_batch():
+    """The last one leaves a block out, so that its gradients do not come down again."""
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))).double()
+    model = zm.shard(model, mesh_of_world(), "host=2,node=3", units=[nn.Linear])
+    for used in (3, 3, 2):
+        for last, count in ((False, 3), (True, used)):
+            value = torch.full((2, 5), 1.0 + dist.get_rank(), dtype=torch.double)
+            with zm.accumulate(model, last=last):
+                for block in [*model][:count]:
+                    value = block(value).tanh()
+                value.sum().backward()
+        norm = zm.clip_grad_norm_(model, math.inf)
+        close(norm, nn.utils.get_total_norm([param.grad for param in model.parameters()]), f"{used} blocks", 1e-12)
+        zm.zero_grad(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import weakref
 from collections import Counter
@@ -21,7 +22,7 @@ from zeromesh.comm.host import HostLink
 from zeromesh.comm.lane import Lane
 from zeromesh.engine import beside
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.param import UNSETTLED, settle
+from zeromesh.engine.param import UNSETTLED, ShardedParameter, settle
 from zeromesh.errors import CommunicationError, ModelError, OptimizerError
 from zeromesh.simulator import memory
 
@@ -512,3 +513,69 @@ def test_one_process_generates_with_blocks_that_come_from_the_host():
     adapt(model, None)  # as Trainer and from_pretrained do
     prompt, options = torch.arange(4)[None], {"max_new_tokens": 5, "do_sample": False}
     assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
+
+
+def _dropped_between(model: nn.Module) -> None:
+    model.zero_grad()
+    sharded = isinstance(first(model), ShardedParameter)
+    for last in False, True:
+        with zm.accumulate(model, last=last) if sharded else nullcontext():
+            backward(model, 6 + last)
+        if not last:
+            first(model).grad = None
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "nothing": lambda model: None,
+    "in place": lambda model: first(model).grad.mul_(3),
+    "in place, of all": lambda model: torch._foreach_mul_([param.grad for param in model.parameters()], 3),
+    "its data": lambda model: first(model).grad.data.mul_(3),
+    "zeroed": lambda model: first(model).grad.zero_(),
+    "dropped": lambda model: setattr(first(model), "grad", None),
+    "another": lambda model: setattr(first(model), "grad", torch.full((5, 5), 0.5, dtype=torch.double)),
+    "all dropped": lambda model: model.zero_grad(),
+    "a further backward": lambda model: backward(model, 5),
+    "dropped between micro-batches": _dropped_between,
+    "clipped already": lambda model: clip(model, 0.3),
+    "the largest, clipped": lambda model: clip(model, 0.3, math.inf),
+}
+
+
+def clip(model: nn.Module, most: float, order: float = 2.0) -> Tensor:
+    if isinstance(first(model), ShardedParameter):
+        return zm.clip_grad_norm_(model, most, order)
+    return nn.utils.clip_grad_norm_(model.parameters(), most, order)
+
+
+@pytest.mark.parametrize("host", [HOST, STREAMED, "host=2,node=3", "host=3d,node=1;step=device", "host[40%]=1,node=0"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_norm_is_of_gradients_as_they_are(change, host):
+    found = []
+    for model in make(host), make(None):
+        optimizer, norms = torch.optim.AdamW(model.parameters(), lr=0.01), []
+        for seed in range(4):
+            backward(model, seed)
+            if seed:  # the first clip asks for norms
+                change(model)
+            norms.append(clip(model, 0.1).item())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=seed > 1)
+        found.append((norms, [getattr(param, "local", param).detach().reshape(-1) for param in model.parameters()]))
+    (norms, params), (expected, plain) = found
+    assert norms == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(params, plain, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("host", [HOST, "host=2,node=3", "host=3,node=3;step=device"])
+def test_the_device_finds_norms_unless_a_plain_tensor_kept_from_before_is_written_to(host):
+    model, norms, kept = make(host), list[float](), list[Tensor]()
+    for _ in range(3):
+        backward(model, 0)
+        kept += [] if norms else [first(model).grad.local]
+        if len(norms) == 2:
+            kept[0].mul_(3)
+        reads = len(norms) != 1
+        with mock.patch("torch._foreach_norm", side_effect=torch._foreach_norm if reads else AssertionError):
+            norms.append(zm.clip_grad_norm_(model, math.inf).item())
+        model.zero_grad()
+    assert norms[0] == norms[1] < norms[2]
