@@ -19,7 +19,7 @@ import accelerate
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend
 from accelerate.utils.modeling import convert_file_size_to_int
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -30,6 +30,7 @@ from zeromesh.engine.api import engine_of
 from zeromesh.errors import InputError
 from zeromesh.integrations.methods import (
     UNEVEN,
+    clip_unscaled,
     refuse,
     require_plain,
     require_processes,
@@ -105,6 +106,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         if not isinstance(optimizer, AcceleratedOptimizer):
             give_shards(optimizer, self._shards)
         return super().prepare_optimizer(optimizer, device_placement)  # type: ignore[no-any-return]
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        return clip_unscaled(self, parameters, max_norm, norm_type)
 
     # ---- saving and loading
 

@@ -23,7 +23,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.strategies import DDPStrategy as TrainerDDP
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -33,7 +33,14 @@ from zeromesh.engine.optim import check_optimizer, updates
 from zeromesh.engine.steps import accumulate
 from zeromesh.engine.whole import whole_state
 from zeromesh.errors import CheckpointError, InputError
-from zeromesh.integrations.methods import refuse, require_plain, require_sharding, shard_model, with_mixed_precision
+from zeromesh.integrations.methods import (
+    clip_grads,
+    refuse,
+    require_plain,
+    require_sharding,
+    shard_model,
+    with_mixed_precision,
+)
 from zeromesh.integrations.optimizers import give_shards
 from zeromesh.integrations.saved import checkpoints_of
 from zeromesh.integrations.versions import require_attributes, require_known
@@ -191,6 +198,18 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
         give_shards(optimizer, self._shards)
         return optimizer
 
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        self.precision.unscale_gradients(optimizer)
+        params = self.precision.main_params(optimizer)
+        return clip_grads(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
     def module_to_device(self, module: nn.Module) -> None:
         """Not the whole of it: its shards will be there."""
         if self.sharding.mesh is None:
@@ -303,6 +322,8 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
             for optimizer in self.optimizers:
                 check_optimizer(optimizer)  # ahead of the first step, which would
         self.setup_precision_plugin()
+        plugin = self.precision_plugin
+        plugin.clip_grad_by_norm = lambda optimizer, most: clip_grads(plugin.main_params(optimizer), most)
 
     def teardown(self) -> None:
         """Does nothing: Lightning would move slices to the host, which must stay on their device."""

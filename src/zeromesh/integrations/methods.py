@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh.engine.api import ENGINE
+from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.shardable import require_unwrapped
-from zeromesh.engine.steps import accumulate
+from zeromesh.engine.steps import accumulate, clip_grad_norm_
 from zeromesh.errors import InputError, ModelError
 from zeromesh.modules import DTYPE_NAMES, give_method
 from zeromesh.sharding.value import Sharding
@@ -96,3 +97,22 @@ def shard_model(sharding: Sharding, model: nn.Module) -> Any:
     for name, param in before:
         shards[param] = after[name]
     return shards
+
+
+def clip_grads(
+    params: Tensor | Iterable[Tensor], most: float, order: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """torch's `clip_grad_norm_`; of just the gradients of a sharded model ours, which makes no pass over those that lie
+    in the host's memory."""
+    params = [params] if isinstance(params, Tensor) else list(params)
+    shown = {param for param in params if param.grad is not None}
+    for engine in dict.fromkeys(param.engine() for param in shown if isinstance(param, ShardedParameter)):
+        if shown == {param for param in engine.optimizer_params() if param.grad is not None}:
+            return clip_grad_norm_(engine.model(), most, order, error_if_nonfinite=error_if_nonfinite)
+    return nn.utils.clip_grad_norm_(params, most, order, error_if_nonfinite)
+
+
+def clip_unscaled(accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+    """`Accelerator.clip_grad_norm_`."""
+    accelerator.unscale_gradients()
+    return clip_grads(parameters, max_norm, norm_type)

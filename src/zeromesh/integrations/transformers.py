@@ -15,6 +15,7 @@ other strategies.
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ from zeromesh.errors import CheckpointError, InputError, ModelError, OptimizerEr
 from zeromesh.integrations.methods import (
     ELSEWHERE,
     UNEVEN,
+    clip_unscaled,
     is_sharded,
     refuse,
     require_plain,
@@ -144,6 +146,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         plugin.backend = DynamoBackend.NO  # not the whole model: between blocks parameters come and go
         if self.sharding.mesh is not None:
             self.accelerator.device_placement = False
+        self.accelerator.clip_grad_norm_ = partial(clip_unscaled, self.accelerator)
 
     def _require_alone(self) -> None:
         args = self.args
