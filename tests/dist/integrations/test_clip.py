@@ -1,4 +1,4 @@
-"""Libraries' clips of gradients that lie in the host's memory are left to the step there, and are those of plain runs."""
+"""Clips by libraries of gradients in the host's memory are left to the step there, and are those of plain runs."""
 
 from __future__ import annotations
 
