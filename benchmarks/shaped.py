@@ -148,7 +148,17 @@ def counted(step: Training) -> tuple[int, dict[str, int]]:
 
 
 def run(
-    ranks: Ranks, *, model: str, dtype: str, micro_batches: int, rounds: int, known: bool, skip: str, only: str
+    ranks: Ranks,
+    *,
+    model: str,
+    dtype: str,
+    micro_batches: int,
+    tokens: int,
+    rounds: int,
+    layouts: Sequence[str],
+    known: bool,
+    skip: str,
+    only: str,
 ) -> list[dict[str, Any]]:
     """A task of all ranks: a row for each system.
 
@@ -156,11 +166,11 @@ def run(
     next model uses those of the last. The peers are made once: they share the groups of their mesh.
     """
     torch.set_num_threads(1)
-    mesh, kind, data = ranks.mesh, getattr(torch, dtype), batches(micro_batches, 2, 64)
+    mesh, kind, data = ranks.mesh, getattr(torch, dtype), batches(micro_batches, 2, tokens)
     sizes = (mesh.shape[0], math.prod(mesh.shape[1:]))  # peers know two levels: across slow links, and within
     makers: dict[str, Callable[[], Step]] = {}
     rows: list[dict[str, Any]] = []
-    for system in (name for name in ours(mesh.ndim, kind) if re.search(only, name)):
+    for system in (name for name in layouts or ours(mesh.ndim, kind) if re.search(only, name)):
         make = makers[system] = partial(our_step, model, kind, data, system=system, mesh=mesh)
         memory, sent = counted(make())
         rows.append({"system": system, "bytes": memory, "sent_bytes": sent})
@@ -222,6 +232,8 @@ def main() -> None:
     options.add_argument("--tree", default="2@200mbit,2", help="two or three levels, as for `make lab`")
     options.add_argument("--model", choices=MODELS, default="7M")
     options.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
+    options.add_argument("--tokens", type=int, default=64, help="of each of the two sequences of a micro-batch")
+    options.add_argument("--layouts", nargs="+", default=[], help="strategies in the place of ours: node=3,cluster=3h")
     options.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--skip", default="", help="peers whose name this regular expression finds")
@@ -232,8 +244,10 @@ def main() -> None:
         f"DeepSpeed {installed()} takes part" if installed() else "DeepSpeed is not installed: without it", flush=True
     )
     how = {"model": args.model, "rounds": args.rounds, "skip": args.skip, "only": args.only, "known": not args.ours}
+    how |= {"tokens": args.tokens, "layouts": args.layouts}
     for dtype, micro_batches in product(args.dtypes, args.micro_batches):
         case = {"tree": args.tree, "dtype": dtype, "micro_batches": micro_batches, "model": args.model}
+        case |= {} if args.tokens == 64 else {"tokens": args.tokens}
         given = how | {"dtype": dtype, "micro_batches": micro_batches}
         rows = on_ranks("benchmarks.shaped:run", mesh_of(args.tree), tree=args.tree, **given)
         under_caps = compare(rows, dtype)

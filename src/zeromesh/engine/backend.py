@@ -180,12 +180,12 @@ class UnitShards:
         """The buffers on the host whose compute copy no step on the device has left; from now on none has."""
         return [buffer for buffer in self.buffers if buffer.placed.streamed and not buffer.take_fresh()]
 
-    def forget_sum(self, param: ShardedParameter) -> None:
-        """Clears a parameter's sum of this step's micro-batches."""
+    def forget_sum(self, param: ShardedParameter, *, zeros: bool) -> None:
+        """Clears a parameter's sum of this step's micro-batches; one that is `zeros` is shown still."""
         for buffer, used in zip(self.buffers, self.used, strict=True):
             for position, own in enumerate(buffer.optimizer_params):
                 if own is param:
-                    used[position] = False
+                    used[position] &= zeros
                     buffer.forget_sum(position)
         self.forget_owed()
 

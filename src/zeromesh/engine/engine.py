@@ -448,12 +448,12 @@ class Engine:
         """Whether gradients of micro-batches are summed that `.grad` does not show yet."""
         return self._step in (Step.HELD, Step.TORN)
 
-    def forget_sum(self, param: ShardedParameter) -> None:
-        """Somebody has dropped or zeroed a parameter's gradient: the sum that it does not show yet goes too."""
+    def forget_sum(self, param: ShardedParameter, *, zeros: bool = False) -> None:
+        """A parameter's gradient was dropped, or made `zeros`: the sum that it does not show yet goes too."""
         if self.interpreter.states[param.unit].grad is GradState.PARTIAL:
             self.interpreter.quiesce()
             self.backend.land()
-            self.backend.units[param.unit].forget_sum(param)
+            self.backend.units[param.unit].forget_sum(param, zeros=zeros)
 
     def discard_grads(self, *, set_to_none: bool = True) -> None:
         """Forgets all gradients, partial sums included."""

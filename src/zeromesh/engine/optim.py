@@ -108,7 +108,7 @@ def _with_sums(zero_grad: Callable[..., None], params_of: Callable[[Any], Iterab
         zero_grad(owner, set_to_none)
         for param in params_of(owner) if any(engine.holds_sums for engine in _engines) else ():
             if isinstance(param, ShardedParameter) and (engine := param.engine()) is not None:
-                engine.forget_sum(param)
+                engine.forget_sum(param, zeros=not set_to_none)
 
     return with_sums
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -129,3 +130,22 @@ def test_autograd_adds_to_the_accumulator_itself() -> None:
             out.sum().backward()
     assert seen == [False, True, True]
     assert not buffer.adds
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+def test_a_sum_that_is_zeroed_is_shown_as_zeros(to_none: bool) -> None:
+    """Also where no later micro-batch uses its parameter; one that is dropped is None."""
+    for sharded in False, True:
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        model = zm.shard(model, None, "node=3", units=[nn.Linear]) if sharded else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for last in False, True:
+            with zm.accumulate(model, last=last) if sharded else nullcontext():
+                for part in model[: 1 if last else 2]:
+                    part(torch.ones(1, 3)).sum().backward()
+            if not last:
+                optimizer.zero_grad(set_to_none=to_none)
+        assert [(p.grad is None, p.grad is not None and bool(p.grad.any())) for p in model.parameters()] == [
+            *[(False, True)] * 2,
+            *[(to_none, False)] * 2,
+        ]
