@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.cells import Found, by_round
 from bench.matrix import Cell, Topology, by_setting
-from zeromesh.cluster import Cluster
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.measure.probe import from_raw
 from zeromesh.measure.steps import planned
 from zeromesh.strategy import Layout

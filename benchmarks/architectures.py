@@ -32,12 +32,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, sdpa_flop_count
 
 from benchmarks.harness import parser, save
-from zeromesh.cluster import find_cluster
+from zeromesh.cluster.catalogue import find_cluster
 from zeromesh.errors import ModelError
-from zeromesh.model import ModelSpec, Recomputation, load_model
 from zeromesh.model.from_module import from_module, token_inputs
 from zeromesh.model.from_transformers import HEADS, trained_as
-from zeromesh.planner import Workload, simulate_choices
+from zeromesh.model.load import load_model
+from zeromesh.model.spec import ModelSpec, Recomputation
+from zeromesh.planner.fixed import simulate_choices
+from zeromesh.planner.workload import Workload
 from zeromesh.strategy import Strategy
 
 SEQ_LEN = 448
@@ -72,7 +74,7 @@ AUTO = {"layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers"
 aten = torch.ops.aten
 
 PROCESSES = get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "transformers", "zeromesh.planner"])
+PROCESSES.set_forkserver_preload(["torch", "transformers", "zeromesh.planner.plan"])
 
 
 def types() -> list[str]:

@@ -44,13 +44,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeromesh as zm
-from zeromesh.cluster import Cluster, Device, Level
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.device import Device
+from zeromesh.cluster.level import Level
 from zeromesh.measure.llama import Llama, loss_of
 from zeromesh.measure.setting import read_setting
 from zeromesh.measure.shapes import SHAPES, llama_shape
-from zeromesh.model import Recomputation
 from zeromesh.model.shape import TransformerShape
-from zeromesh.planner import Workload
+from zeromesh.model.spec import Recomputation
+from zeromesh.planner.workload import Workload
 
 Step = Callable[[bool], None]
 """Trains a step; given True, on `SHORT_TOKENS` of one sequence."""

@@ -20,11 +20,15 @@ from functools import partial
 from typing import Any
 
 from benchmarks.harness import parser, save
-from zeromesh.cluster import Cluster, find_cluster
-from zeromesh.model import ModelSpec, UnitKind, preset
-from zeromesh.planner import Options, Workload, plan, search
-from zeromesh.planner.search import Found
-from zeromesh.simulator import FixedWorkload, simulate
+from zeromesh.cluster.catalogue import find_cluster
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.model.presets import preset
+from zeromesh.model.spec import ModelSpec, UnitKind
+from zeromesh.planner.plan import plan
+from zeromesh.planner.search import Found, Options, search
+from zeromesh.planner.workload import Workload
+from zeromesh.simulator.run import simulate
+from zeromesh.simulator.workload import FixedWorkload
 
 SEQ_LEN = 4096
 

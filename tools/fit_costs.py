@@ -19,14 +19,19 @@ from pathlib import Path
 
 import numpy as np
 
-from zeromesh.cluster import Cluster, Device, Level, preset, preset_names
-from zeromesh.cost import Group, collective_cost, memory_passes, slowdown, taken_share
+from zeromesh.cluster.catalogue import preset, preset_names
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.device import Device
+from zeromesh.cluster.level import Level
+from zeromesh.cost.collective import collective_cost
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants
+from zeromesh.cost.contention import memory_passes, slowdown, taken_share
+from zeromesh.cost.group import Group
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.model import ModelSpec, Recomputation, UnitKind
-from zeromesh.model import preset as model_preset
+from zeromesh.model.presets import preset as model_preset
 from zeromesh.model.shape import FUSED
+from zeromesh.model.spec import ModelSpec, Recomputation, UnitKind
 from zeromesh.strategy import Layout
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeromesh.model import ModelSpec, Recomputation, UnitSpec
-from zeromesh.model.spec import DTYPE_BYTES, in_execution_order
+from zeromesh.model.spec import DTYPE_BYTES, ModelSpec, Recomputation, UnitSpec, in_execution_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

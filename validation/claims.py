@@ -10,7 +10,9 @@ from math import inf
 from validation.assumptions import Point, open_points
 from validation.tables.amsp import system_mfu
 from validation.tables.ratios import frontier_ratio, frontier_step_s, paro_cluster, paro_gain, paro_seconds
-from zeromesh.cost import Group, collective_cost, default_constants
+from zeromesh.cost.collective import collective_cost
+from zeromesh.cost.constants import default_constants
+from zeromesh.cost.group import Group
 
 LLAMA_7B_BLOCK_BYTES = 2 * 202_383_360
 """One block of LLaMA-7B in bf16: what a gather of parameters moves."""

@@ -10,7 +10,7 @@ from validation.claims import Claim
 from validation.published import CHOICES, answer
 from validation.row import DATA, Row
 from validation.score import GOALS, Goal, Score, score_tables
-from zeromesh.cost import Provenance, provenance
+from zeromesh.cost.constants import Provenance, provenance
 from zeromesh.units import format_bytes
 
 _HEAD = """# Predictions against published measurements

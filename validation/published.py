@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import prod
 
-from zeromesh.cluster import Cluster, preset
-from zeromesh.cost import ComputeModel, default_constants
+from zeromesh.cluster.catalogue import preset
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.cost.collective import Operation
+from zeromesh.cost.compute import ComputeModel
+from zeromesh.cost.constants import default_constants
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.model import ModelSpec, Recomputation, UnitKind
-from zeromesh.model import preset as model_preset
-from zeromesh.model.spec import DTYPE_BYTES
+from zeromesh.model.presets import preset as model_preset
+from zeromesh.model.spec import DTYPE_BYTES, ModelSpec, Recomputation, UnitKind
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.space import divisors
 from zeromesh.planner.workload import Workload

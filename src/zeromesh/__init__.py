@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zeromesh.observe.replicas import check_replicas
     from zeromesh.observe.report import memory_report, traffic_report
     from zeromesh.owners.optimizer import by_owner
-    from zeromesh.planner import Workload
+    from zeromesh.planner.workload import Workload
     from zeromesh.rehearsal.own import rehearse
     from zeromesh.sharding import shard
     from zeromesh.sharding.value import Sharding
@@ -47,7 +47,7 @@ _HOMES = {
     "Plan": "zeromesh.strategy.plan",
     "Sharding": "zeromesh.sharding.value",
     "Strategy": "zeromesh.strategy",
-    "Workload": "zeromesh.planner",
+    "Workload": "zeromesh.planner.workload",
     "accumulate": "zeromesh.engine.steps",
     "by_owner": "zeromesh.owners.optimizer",
     "check_replicas": "zeromesh.observe.replicas",

@@ -8,8 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zeromesh.errors import InputError, MeshError
-from zeromesh.planner import Choice, Planned, Workload, simulate_choices
-from zeromesh.planner import plan as search_plan
+from zeromesh.planner.evaluate import Choice
+from zeromesh.planner.fixed import simulate_choices
+from zeromesh.planner.plan import Planned
+from zeromesh.planner.plan import plan as search_plan
+from zeromesh.planner.workload import Workload
 from zeromesh.strategy import Strategy
 from zeromesh.strategy.plan import Plan
 
@@ -17,8 +20,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from zeromesh.cluster import Cluster
-    from zeromesh.model import ModelSpec
+    from zeromesh.cluster.cluster import Cluster
+    from zeromesh.model.spec import ModelSpec
 
 ModelT = TypeVar("ModelT", bound="nn.Module")
 
@@ -98,8 +101,8 @@ def with_dtypes(workload: Workload, model: nn.Module, options: Mapping[str, Any]
 def auto_strategy(model: nn.Module, mesh: DeviceMesh, cluster: Cluster | str, workload: Workload) -> Plan:
     """The planner's choice for `model` on `mesh`, whose axes must be the cluster's levels."""
     from zeromesh.engine.build import mesh_axes
-    from zeromesh.model import Recomputation
     from zeromesh.model.module_recomputation import recomputes
+    from zeromesh.model.spec import Recomputation
 
     axes = mesh_axes(mesh, ())
     if workload.recomputation is None:
@@ -122,10 +125,10 @@ def _search(model: Any, cluster: Cluster | str, workload: Workload, world: int, 
 def _load(
     model: Any, cluster: Cluster | str, workload: Workload, world: int, trainable: str
 ) -> tuple[ModelSpec, Cluster]:
-    from zeromesh.model import load_model
+    from zeromesh.model.load import load_model
 
     if isinstance(cluster, str):
-        from zeromesh.cluster import find_cluster
+        from zeromesh.cluster.catalogue import find_cluster
 
         cluster = find_cluster(cluster)
     hardware = cluster.take(world) if world else cluster

@@ -24,7 +24,7 @@ from tests.dist.pool import Pool, shared
 from tests.dist.train.harness import build_tiny, config, write_text
 from tests.simdev.ranks import alone
 from zeromesh.cli.app import main
-from zeromesh.cluster import find_cluster
+from zeromesh.cluster.catalogue import find_cluster
 from zeromesh.errors import InputError, MeshError
 from zeromesh.observe.report import memory_report, traffic_report
 from zeromesh.rehearsal.compare import failures_of

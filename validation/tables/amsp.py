@@ -8,11 +8,14 @@ from functools import cache
 
 from validation.assumptions import Point, assumed, open_points
 from validation.row import Row, predicted_row, published
-from zeromesh.cluster import preset as cluster_preset
-from zeromesh.model import ModelSpec, Recomputation
-from zeromesh.model import preset as model_preset
+from zeromesh.cluster.catalogue import preset as cluster_preset
+from zeromesh.model.presets import preset as model_preset
 from zeromesh.model.shape import EAGER, FUSED
-from zeromesh.simulator import ENGINES, FixedWorkload, Mechanics, Simulation, simulate
+from zeromesh.model.spec import ModelSpec, Recomputation
+from zeromesh.simulator.mechanics import ENGINES, Mechanics
+from zeromesh.simulator.result import Simulation
+from zeromesh.simulator.run import simulate
+from zeromesh.simulator.workload import FixedWorkload
 
 ABLATION, END_TO_END, MFU = "AMSP Table V", "AMSP Fig. 12", "AMSP MFU"
 LAYOUTS = "AMSP layouts, one engine"

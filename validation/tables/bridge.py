@@ -9,16 +9,17 @@ from functools import cache
 
 from validation.assumptions import assumed
 from validation.row import Row, predicted_row, published
-from zeromesh.cluster import Cluster
-from zeromesh.cluster import preset as cluster_preset
-from zeromesh.cost import default_constants
+from zeromesh.cluster.catalogue import preset as cluster_preset
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.cost.collective import Operation, collective_cost
+from zeromesh.cost.constants import default_constants
 from zeromesh.cost.group import Group
-from zeromesh.model import Recomputation
-from zeromesh.model import preset as model_preset
+from zeromesh.model.presets import preset as model_preset
 from zeromesh.model.shape import MEGATRON
+from zeromesh.model.spec import Recomputation
 from zeromesh.parallel import Parallel
-from zeromesh.simulator import FixedWorkload, simulate
+from zeromesh.simulator.run import simulate
+from zeromesh.simulator.workload import FixedWorkload
 
 BRIDGE, BRIDGE_CUT, SYMMETRIC = "Megatron Bridge", "Megatron Bridge, tp and pp", "Collectives of 8 H100"
 

@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from validation.row import Row, calibration, predicted_row, published
-from zeromesh.cluster import preset as cluster_preset
-from zeromesh.cost import default_constants
+from zeromesh.cluster.catalogue import preset as cluster_preset
 from zeromesh.cost.collective import Operation, collective_cost
+from zeromesh.cost.constants import default_constants
 from zeromesh.cost.group import Group
-from zeromesh.model import Recomputation
-from zeromesh.model import preset as model_preset
+from zeromesh.model.presets import preset as model_preset
 from zeromesh.model.shape import FUSED
+from zeromesh.model.spec import Recomputation
 from zeromesh.parallel import Parallel
-from zeromesh.simulator import FixedWorkload, simulate
+from zeromesh.simulator.run import simulate
+from zeromesh.simulator.workload import FixedWorkload
 
 CONTEXT, COLLECTIVES = "torchtitan, cp over none", "Collectives of tp and ep"
 

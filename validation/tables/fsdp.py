@@ -8,12 +8,14 @@ from statistics import mean
 
 from validation.assumptions import assumed
 from validation.row import Row, predicted_row, published
-from zeromesh.cluster import preset as cluster_preset
-from zeromesh.cost import default_constants
-from zeromesh.model import Recomputation
-from zeromesh.model import preset as model_preset
+from zeromesh.cluster.catalogue import preset as cluster_preset
+from zeromesh.cost.constants import default_constants
+from zeromesh.model.presets import preset as model_preset
 from zeromesh.model.shape import KERNELS
-from zeromesh.simulator import FixedWorkload, Simulation, simulate
+from zeromesh.model.spec import Recomputation
+from zeromesh.simulator.result import Simulation
+from zeromesh.simulator.run import simulate
+from zeromesh.simulator.workload import FixedWorkload
 
 FOUNDRY_ONE, FOUNDRY_MANY, TORCHTITAN = "LLM Foundry, one node", "LLM Foundry, several nodes", "torchtitan"
 TORCHTITAN_MEMORY = "torchtitan memory"

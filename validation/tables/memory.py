@@ -10,15 +10,17 @@ from itertools import product
 from validation.allocated import AllocatedPeak
 from validation.assumptions import assumed
 from validation.row import Row, predicted_row, published
-from zeromesh.cluster import preset as cluster_preset
-from zeromesh.model import Recomputation, UnitKind
-from zeromesh.model import preset as model_preset
+from zeromesh.cluster.catalogue import preset as cluster_preset
+from zeromesh.model.presets import preset as model_preset
 from zeromesh.model.presets import preset_shape
 from zeromesh.model.shape import EAGER, FUSED, MEGATRON, Kernels
+from zeromesh.model.spec import Recomputation, UnitKind
 from zeromesh.model.transformer import build
 from zeromesh.parallel import Parallel
-from zeromesh.simulator import ENGINES, FixedWorkload, simulate
 from zeromesh.simulator.division import Division, Part
+from zeromesh.simulator.mechanics import ENGINES
+from zeromesh.simulator.run import simulate
+from zeromesh.simulator.workload import FixedWorkload
 
 INTERNEVO, GALVATRON = "InternEvo memory", "Galvatron memory"
 CUT = ", tp and pp"

@@ -9,14 +9,17 @@ from itertools import product
 
 from validation.assumptions import Point, assumed, open_points
 from validation.row import Row, predicted_row, published
-from zeromesh.cluster import Cluster
-from zeromesh.cluster import preset as cluster_preset
-from zeromesh.model import ModelSpec, Recomputation, with_trainable
-from zeromesh.model import preset as model_preset
+from zeromesh.cluster.catalogue import preset as cluster_preset
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.model.presets import preset as model_preset
 from zeromesh.model.presets import preset_shape
 from zeromesh.model.shape import EAGER, Kernels
+from zeromesh.model.spec import ModelSpec, Recomputation
+from zeromesh.model.trainable import with_trainable
 from zeromesh.model.transformer import build
-from zeromesh.simulator import ENGINES, FixedWorkload, Mechanics, simulate
+from zeromesh.simulator.mechanics import ENGINES, Mechanics
+from zeromesh.simulator.run import simulate
+from zeromesh.simulator.workload import FixedWorkload
 
 ZEROPP, PARO, FRONTIER = "ZeRO++ over ZeRO-3", "PaRO", "Frontier"
 

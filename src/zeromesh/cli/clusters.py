@@ -15,7 +15,8 @@ def clusters(
     from rich.console import Console
 
     from zeromesh import units
-    from zeromesh.cluster import cluster_toml, find_cluster, preset, preset_names
+    from zeromesh.cluster.catalogue import find_cluster, preset, preset_names
+    from zeromesh.cluster.read import cluster_toml
 
     if name:
         print(cluster_toml(find_cluster(name)), end="")

@@ -13,8 +13,9 @@ from zeromesh.cli import workload as shared
 from zeromesh.errors import InputError
 
 if TYPE_CHECKING:
-    from zeromesh.cluster import Cluster
-    from zeromesh.planner import Choice, Planned
+    from zeromesh.cluster.cluster import Cluster
+    from zeromesh.planner.evaluate import Choice
+    from zeromesh.planner.plan import Planned
 
 
 _search = functools.partial(typer.Option, rich_help_panel="Search")
@@ -59,11 +60,14 @@ def plan(
 
     The recommended layout is the simplest that is predicted nearly as fast as the fastest.
     """
-    from zeromesh import planner
     from zeromesh.planner.emit import EMITTERS, ENGINES
+    from zeromesh.planner.plan import plan as search_plan
+    from zeromesh.planner.search import Options, collective_choices
+    from zeromesh.planner.search import search as search_fastest
+    from zeromesh.planner.what_if import what_if as changed_cluster
 
     shared.check_choice("--wire", wire, ("lossless", "any"))
-    shared.check_choice("--collective", collective, planner.collective_choices())
+    shared.check_choice("--collective", collective, collective_choices())
     shared.check_choice("--host", host, ("auto", "any", "none"))
     shared.check_choice("--splits", splits, ("none", "once", "all"))
     shared.check_choice("--space", space, ("zeromesh", "full"))
@@ -71,19 +75,19 @@ def plan(
     spec, hardware = given.load()
     degrees = {name: size if space != "full" or _given(context, name) else None for name, size in given.degrees.items()}
     work = given.workload(hardware, degrees)
-    options = planner.Options(
+    options = Options(
         splits=splits,  # type: ignore[arg-type]  # checked above
         wires=wire,  # type: ignore[arg-type]  # checked above
         collective=collective,
         host=host,  # type: ignore[arg-type]  # checked above
-        max_simulations=None if exact else planner.Options().max_simulations,
+        max_simulations=None if exact else Options().max_simulations,
         memory_margin=given.memory_margin,
     )
 
     other = given.emit or ENGINES.get(given.engine, "")
 
     def search(hardware: Cluster) -> Planned:
-        return planner.plan(
+        return search_plan(
             spec,
             hardware,
             work,
@@ -105,17 +109,17 @@ def plan(
         had = given.like_strategy or str(search(hardware).best.candidate.strategy)
         calibration = given.calibrated(spec, hardware, work, had)
         hardware = calibration.cluster
-    changed = [(change, planner.what_if(hardware, change)) for change in what_if or ()]
+    changed = [(change, changed_cluster(hardware, change)) for change in what_if or ()]
     planned = search(hardware)
     then = [(change, search(cluster)) for change, cluster in changed]
     ours = None
     if other and not given.products:  # zeromesh has no fp8 products to compare with
-        searched, evaluator = planner.search(spec, hardware, work, options=options)
+        searched, evaluator = search_fastest(spec, hardware, work, options=options)
         ours = evaluator.choice(searched.best.candidate)
     if given.output is not None:
         shared.write(given.output, planned.plan.to_json())
     if given.report is not None:
-        from zeromesh.report import plan_page
+        from zeromesh.report.build import plan_page
 
         shared.write(given.report, plan_page(planned))
     compared = _compared(given.emit or given.engine, planned, ours) if ours else ""
@@ -123,7 +127,7 @@ def plan(
     if yours:
         compared += f"{compared and chr(10)}{_beside(planned, yours)}"
     if given.emit:
-        from zeromesh.report import choice_lines, what_if_lines
+        from zeromesh.report.build import choice_lines, what_if_lines
 
         print(EMITTERS[given.emit](planned.plan, spec))
         named = f"recommended for {given.emit}: {planned.best.simulation.named}"
@@ -138,7 +142,7 @@ def plan(
             found["what_if"] = [{"change": change} | {key: answer[key] for key in keys} for change, answer in answers]
         print(json.dumps(found, indent=2))
     else:
-        from zeromesh.report import print_plan
+        from zeromesh.report.text import print_plan
 
         if calibration:
             shared.tell(calibration.describe(), sys.stdout)

@@ -55,7 +55,7 @@ def probe(
     """
     from zeromesh.cli.measuring import mesh_of, starting_ranks
     from zeromesh.cli.workload import write
-    from zeromesh.cluster import cluster_toml
+    from zeromesh.cluster.read import cluster_toml
     from zeromesh.measure.probe import probe as measure
 
     if output is not None and not output.absolute().parent.is_dir():
@@ -92,7 +92,7 @@ def _work(model: str, dtypes: list[str] | None, seq_len: int, micro_batch: int, 
             raise InputError(f"--kernels {kernels} is measured at the shapes of a model: give --model")
         return None
     from zeromesh.measure.work import DTYPES, Work
-    from zeromesh.model import load_model
+    from zeromesh.model.load import load_model
 
     spec = load_model(model, seq_len=seq_len, trainable="all", dtype="fp32")
     return Work.of(spec, dtypes=dtypes or DTYPES, sequences=micro_batch, tokens=seq_len, kernels=kernels)

@@ -27,9 +27,10 @@ def simulate(
 
     Unless given, the fastest micro-batch and recomputation that fit are chosen. The exit code is 1 if none fits.
     """
-    from zeromesh import planner
     from zeromesh.planner.emit import EMITTERS
+    from zeromesh.planner.fixed import simulate_choices
     from zeromesh.planner.foreign import read_strategy
+    from zeromesh.planner.plan import as_plan
     from zeromesh.simulator.division import Division
     from zeromesh.strategy import Strategy
     from zeromesh.strategy.parts import layouts_of
@@ -55,7 +56,7 @@ def simulate(
     if given.like:
         calibration = given.calibrated(spec, hardware, work, given.like_strategy or strategy)
         hardware = calibration.cluster
-    choices = planner.simulate_choices(
+    choices = simulate_choices(
         spec,
         hardware,
         work,
@@ -66,13 +67,13 @@ def simulate(
         trace=bool(given.report or trace),
     )
     chosen = choices[0]
-    plan = planner.as_plan(chosen, hardware, work)
+    plan = as_plan(chosen, hardware, work)
     if given.output is not None:
         shared.write(given.output, plan.to_json())
     if trace is not None and chosen.simulation.trace is not None:
         shared.write(trace, chosen.simulation.trace.to_json())
     if given.report is not None:
-        from zeromesh.report import simulation_page
+        from zeromesh.report.build import simulation_page
 
         shared.write(given.report, simulation_page(choices, hardware))
     if given.emit:
@@ -81,7 +82,7 @@ def simulate(
         found = chosen.to_json() | {"candidates": [choice.to_json() for choice in choices]}
         print(json.dumps(found | ({"like": calibration.to_json()} if calibration else {}), indent=2))
     else:
-        from zeromesh.report import print_simulation
+        from zeromesh.report.text import print_simulation
 
         if calibration:
             shared.tell(calibration.describe(), sys.stdout)

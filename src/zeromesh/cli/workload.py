@@ -19,10 +19,12 @@ from zeromesh.progress import progress
 from zeromesh.units import parse_bytes, parse_count
 
 if TYPE_CHECKING:
-    from zeromesh.cluster import Cluster
-    from zeromesh.model import ModelSpec
-    from zeromesh.planner import Calibration, Choice, Workload
-    from zeromesh.simulator import Simulation
+    from zeromesh.cluster.cluster import Cluster
+    from zeromesh.model.spec import ModelSpec
+    from zeromesh.planner.evaluate import Choice
+    from zeromesh.planner.like import Calibration
+    from zeromesh.planner.workload import Workload
+    from zeromesh.simulator.result import Simulation
 
 MODEL = "A preset (llama-7b, ...), a Hugging Face config.json of any architecture, or package.module:function."
 LIKE = (
@@ -103,11 +105,11 @@ class Described:
 
     def load(self) -> tuple[ModelSpec, Cluster]:
         """The model and the cluster, cut to the world; raises InputError for options that are none."""
-        from zeromesh.cluster import find_cluster
-        from zeromesh.model import load_model
+        from zeromesh.cluster.catalogue import find_cluster
+        from zeromesh.model.load import load_model
         from zeromesh.model.shape import CAST_BYTES, KERNELS
         from zeromesh.planner.emit import EMITTERS
-        from zeromesh.simulator import find_engine
+        from zeromesh.simulator.mechanics import find_engine
 
         if not 0.0 <= self.memory_margin < 1.0:
             raise InputError(f"--memory-margin must lie in [0, 1), got {self.memory_margin}")
@@ -132,7 +134,7 @@ class Described:
 
     def compiled(self, spec: ModelSpec, hardware: Cluster, work: Workload, chosen: Choice) -> str:
         """A sentence on the same choice with compiled kernels; none where other kernels than eager ones are given."""
-        from zeromesh.cost import default_constants
+        from zeromesh.cost.constants import default_constants
         from zeromesh.model.load import with_kernels
         from zeromesh.model.shape import KERNELS
         from zeromesh.planner.evaluate import Evaluator
@@ -157,9 +159,9 @@ class Described:
 
     def workload(self, cluster: Cluster, degrees: Mapping[str, int | None]) -> Workload:
         """The workload of one step, in the device's matrix dtype; a degree of None is searched."""
-        from zeromesh.model import Recomputation
+        from zeromesh.model.spec import Recomputation
         from zeromesh.parallel import SCHEDULES
-        from zeromesh.planner import Workload
+        from zeromesh.planner.workload import Workload
         from zeromesh.simulator.workload import OPTIMIZERS, OWNERSHIPS
 
         check_choice("--grad-dtype", self.grad_dtype, ("fp32", "bf16"))
@@ -187,23 +189,23 @@ class Described:
 
     def calibrated(self, spec: ModelSpec, hardware: Cluster, work: Workload, strategy: str) -> Calibration:
         """The calibration by `--like`'s run, whose layout was `strategy`."""
-        from zeromesh import planner
+        from zeromesh.planner.like import calibrate, read_run
 
         def predict(cluster: Cluster) -> Simulation:
             return self.simulated(spec, cluster, work, strategy).simulation
 
-        return planner.calibrate(hardware, planner.read_run(self.like, work.global_batch_tokens), strategy, predict)
+        return calibrate(hardware, read_run(self.like, work.global_batch_tokens), strategy, predict)
 
     def simulated(self, spec: ModelSpec, hardware: Cluster, work: Workload, strategy: str) -> Choice:
         """The best choice of all that is left open, for a strategy or a file of one."""
-        from zeromesh import planner
+        from zeromesh.planner.fixed import simulate_choices
         from zeromesh.planner.foreign import read_strategy
         from zeromesh.strategy import Strategy
 
         rest = hardware.cut(inner=self.tp, outer=self.pp)
         parsed = Strategy.parse(read_strategy(strategy, rest.axes), [name for name, _ in hardware.axes])
         options = {"engine": self.engine, "memory_margin": self.memory_margin}
-        return planner.simulate_choices(spec, hardware, work, parsed, **options)[0]  # type: ignore[arg-type]  # of two kinds
+        return simulate_choices(spec, hardware, work, parsed, **options)[0]  # type: ignore[arg-type]  # of two kinds
 
 
 def described(command: Callable[..., None]) -> Callable[..., None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from zeromesh.cost import CollectiveCost, Constants, Group, JointCost, Operation, collective_cost, one_after_another
+from zeromesh.cost.collective import CollectiveCost, JointCost, Operation, collective_cost, one_after_another
+from zeromesh.cost.constants import Constants
+from zeromesh.cost.group import Group
 
 
 class FlatCost(JointCost):

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zeromesh.cluster import Device, Kernel
+from zeromesh.cluster.device import Device
+from zeromesh.cluster.kernel import Kernel
 from zeromesh.cost.constants import Constants
 from zeromesh.model.spec import AttentionSpec, MatmulSpec, Recomputation, UnitSpec
 

@@ -13,7 +13,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from zeromesh.cluster import LINK_KINDS, Cluster
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.level import LINK_KINDS
 from zeromesh.errors import InternalError
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from zeromesh.cluster import Cluster
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.cost.constants import Constants
 from zeromesh.cost.group import INSIDE_A_NODE, Group
 from zeromesh.strategy import Axis

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from zeromesh.cluster import Cluster, Level
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.level import Level
 from zeromesh.cost.constants import Constants
 from zeromesh.errors import InternalError
 

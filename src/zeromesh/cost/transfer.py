@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import prod
 from typing import Self, cast
 
-from zeromesh.cluster import Cluster
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.cost.collective import HOST, CollectiveCost, Operation, collective_cost, one_after_another
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants

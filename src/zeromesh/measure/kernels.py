@@ -25,9 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import zeromesh as zm
-from zeromesh.cluster import Device, Kernel
-from zeromesh.cost import ComputeModel, default_constants
-from zeromesh.cost.compute import causal_share
+from zeromesh.cluster.device import Device
+from zeromesh.cluster.kernel import Kernel
+from zeromesh.cost.compute import ComputeModel, causal_share
+from zeromesh.cost.constants import default_constants
 from zeromesh.launch.ranks import Ranks
 from zeromesh.measure.llama import Blocks
 from zeromesh.measure.machine import DTYPES, rates

@@ -125,7 +125,7 @@ def selftest(mesh: Mesh, output: Path, *, steps: int = 6) -> Result | None:
     checks, cluster = [Check(**check) for check in raw["checks"]], ""
     try:
         if raw["probe"]:
-            from zeromesh.cluster import cluster_toml  # needs pydantic, which a bare GPU machine may lack
+            from zeromesh.cluster.read import cluster_toml  # needs pydantic, which a bare GPU machine may lack
 
             found = from_raw(raw["probe"], mesh, "selftest")
             checks += _probed(found)

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from zeromesh.cluster import Cluster
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.errors import InputError, nearest, one_of
 from zeromesh.measure.shapes import SHAPES
 from zeromesh.measure.work import DTYPES, Work
-from zeromesh.model import ModelSpec
+from zeromesh.model.spec import ModelSpec
 from zeromesh.model.transformer import build
-from zeromesh.simulator import FixedWorkload, Simulation, simulate
+from zeromesh.simulator.result import Simulation
+from zeromesh.simulator.run import simulate
+from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.trace import Event, Trace
 
 if TYPE_CHECKING:

@@ -17,11 +17,13 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from zeromesh.cluster import Cluster
-from zeromesh.cost import MOST_TAKEN, ComputeModel, Constants, taken_share
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.cost.collective import HOST
+from zeromesh.cost.compute import ComputeModel
+from zeromesh.cost.constants import Constants
+from zeromesh.cost.contention import MOST_TAKEN, taken_share
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.model import ModelSpec, Recomputation, UnitKind, UnitSpec
+from zeromesh.model.spec import ModelSpec, Recomputation, UnitKind, UnitSpec
 from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.planner.elements import Elements, state_degree
 from zeromesh.planner.memory_bound import PREFETCH, MemoryBound

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from zeromesh.model import ModelSpec, TensorSpec, UnitSpec
+from zeromesh.model.spec import ModelSpec, TensorSpec, UnitSpec
 from zeromesh.planner.space import STAGES, Block
 from zeromesh.simulator.owned import is_matrix
 

@@ -30,7 +30,7 @@ from typing import NoReturn
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from zeromesh.errors import InputError
-from zeromesh.model import ModelSpec, UnitKind
+from zeromesh.model.spec import ModelSpec, UnitKind
 from zeromesh.parallel import WHOLE
 from zeromesh.strategy import Layout
 from zeromesh.strategy.plan import Plan

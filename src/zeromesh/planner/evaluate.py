@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zeromesh.cluster import Cluster
-from zeromesh.cost import Constants
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cost.constants import Constants
 from zeromesh.errors import short_repr
-from zeromesh.model import ModelSpec, Recomputation
+from zeromesh.model.spec import ModelSpec, Recomputation
 from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.time_bound import Shared
 from zeromesh.planner.workload import Workload
-from zeromesh.simulator import Mechanics, Simulation, find_engine
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.few import simulate_few
+from zeromesh.simulator.mechanics import Mechanics, find_engine
+from zeromesh.simulator.result import Simulation
 from zeromesh.simulator.run import simulate_divided, static_memory
 from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.collective import AUTO

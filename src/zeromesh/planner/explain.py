@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from zeromesh.cluster import Cluster
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.planner.evaluate import Candidate, Evaluator
 from zeromesh.planner.fixed import fastest
 from zeromesh.planner.known import Known
-from zeromesh.simulator import Simulation
+from zeromesh.simulator.result import Simulation
 from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.stage import DEFAULT_WIRE
 from zeromesh.units import format_seconds

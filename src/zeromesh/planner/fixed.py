@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from zeromesh.cluster import Cluster
-from zeromesh.cost import default_constants
-from zeromesh.model import ModelSpec
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cost.constants import default_constants
+from zeromesh.model.spec import ModelSpec
 from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
 from zeromesh.planner.search import bounded
 from zeromesh.planner.space import STAGES, Block
 from zeromesh.planner.workload import Workload
-from zeromesh.simulator import DEFAULT_MARGIN, Mechanics
+from zeromesh.simulator.mechanics import Mechanics
+from zeromesh.simulator.run import DEFAULT_MARGIN
 from zeromesh.strategy import Layout, Stage, Strategy
 
 

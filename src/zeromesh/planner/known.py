@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zeromesh.cluster import Cluster
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.strategy import AxisStage
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from zeromesh.cluster import Cluster
-from zeromesh.cost import ComputeModel, default_constants
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cost.compute import ComputeModel
+from zeromesh.cost.constants import default_constants
 from zeromesh.errors import InputError
 from zeromesh.files.users import parse_json, read_text
-from zeromesh.simulator import Simulation
+from zeromesh.simulator.result import Simulation
 
 SLOWEST, FASTEST = 1e-4, 1e3
 """Factors beyond which a run is not of this model or these devices."""

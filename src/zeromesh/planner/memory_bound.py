@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zeromesh.model import ModelSpec, Recomputation, UnitKind
-from zeromesh.model.spec import DTYPE_BYTES
+from zeromesh.model.spec import DTYPE_BYTES, ModelSpec, Recomputation, UnitKind
 from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.planner.elements import Elements, state_degree
 from zeromesh.planner.space import STAGES, Block

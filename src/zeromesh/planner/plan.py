@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zeromesh.cluster import Cluster
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.errors import InputError, short_repr
-from zeromesh.model import ModelSpec, Recomputation
+from zeromesh.model.spec import ModelSpec, Recomputation
 from zeromesh.parallel import Parallel
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
 from zeromesh.planner.explain import Reason, compare, explain
@@ -21,7 +21,7 @@ from zeromesh.planner.simplest import WITHIN, as_simple, one_of_each_kind, simpl
 from zeromesh.planner.space import HOSTS, shares_of
 from zeromesh.planner.workload import Workload
 from zeromesh.progress import progress
-from zeromesh.simulator import Mechanics
+from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.plan import Plan
 from zeromesh.trace import Trace

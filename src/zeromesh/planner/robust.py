@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from zeromesh.cluster import Cluster
-from zeromesh.cost import Provenance, provenance
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cost.constants import Provenance, provenance
 from zeromesh.planner.evaluate import Estimate, Evaluator
 
 CONTENDERS = 4

@@ -16,11 +16,10 @@ from typing import Literal
 
 import numpy as np
 
-from zeromesh.cluster import Cluster
-from zeromesh.cluster.cluster import HOST_SHARE
-from zeromesh.cost import default_constants
+from zeromesh.cluster.cluster import HOST_SHARE, Cluster
+from zeromesh.cost.constants import default_constants
 from zeromesh.errors import InputError, short_repr
-from zeromesh.model import ModelSpec, Recomputation
+from zeromesh.model.spec import ModelSpec, Recomputation
 from zeromesh.parallel import Parallel
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
@@ -29,8 +28,8 @@ from zeromesh.planner.space import HOSTS, Block, Integers, Space, Splits, hosted
 from zeromesh.planner.time_bound import Floats
 from zeromesh.planner.workload import Workload
 from zeromesh.progress import note
-from zeromesh.simulator import DEFAULT_MARGIN, Mechanics, find_engine
-from zeromesh.simulator.run import without_host
+from zeromesh.simulator.mechanics import Mechanics, find_engine
+from zeromesh.simulator.run import DEFAULT_MARGIN, without_host
 from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.collective import AUTO, collectives, find_collective
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from zeromesh.cost.memory import Overhead
 from zeromesh.errors import InputError
-from zeromesh.model import Recomputation
+from zeromesh.model.spec import Recomputation
 from zeromesh.parallel import Parallel
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Evaluator

@@ -6,8 +6,11 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from zeromesh.cluster import Cluster, Curve, Device, Level
-from zeromesh.cost import default_constants
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.curve import Curve
+from zeromesh.cluster.device import Device
+from zeromesh.cluster.level import Level
+from zeromesh.cost.constants import default_constants
 from zeromesh.errors import InputError
 from zeromesh.units import parse_bytes, parse_bytes_per_s, parse_flop_per_s, parse_seconds
 
@@ -28,7 +31,7 @@ def what_if(cluster: Cluster, change: str) -> Cluster:
     Raises:
         InputError: the change names something else, or its value is not one.
 
-    >>> from zeromesh.cluster import find_cluster
+    >>> from zeromesh.cluster.catalogue import find_cluster
     >>> what_if(find_cluster("h100-8x-ndr"), "cluster.latency=0.5x,memory=2x").device.memory_bytes
     160000000000.0
     """

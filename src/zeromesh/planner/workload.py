@@ -8,9 +8,9 @@ from itertools import product
 from math import ceil
 
 from zeromesh.errors import InputError, short_repr
-from zeromesh.model import Recomputation
+from zeromesh.model.spec import Recomputation
 from zeromesh.parallel import DEGREES, WHOLE, Parallel
-from zeromesh.simulator import FixedWorkload
+from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy.plan import settle_dtypes
 from zeromesh.strategy.stage import DTYPE_FIELDS
 

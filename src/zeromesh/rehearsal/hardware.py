@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from zeromesh.cluster import Cluster
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.cost.collective import FREE, CollectiveCost, Operation
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants, default_constants

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeromesh.cluster import Cluster, find_cluster
+from zeromesh.cluster.catalogue import find_cluster
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.rehearsal.compare import failures_of
 from zeromesh.rehearsal.result import Rehearsal
 from zeromesh.rehearsal.show import rehearsal_page

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh import simdev
-from zeromesh.cluster import Cluster
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.engine import Engine
 from zeromesh.observe.report import memory_report, traffic_report

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from itertools import pairwise
 from math import isfinite
 
-from zeromesh.cluster import Cluster
-from zeromesh.planner import Choice, Estimate, Planned
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.planner.evaluate import Choice, Estimate
+from zeromesh.planner.plan import Planned
 from zeromesh.report.curves import round_values
 from zeromesh.report.page import (
     Bar,
@@ -26,7 +27,7 @@ from zeromesh.report.page import (
     Timeline,
 )
 from zeromesh.report.uncertainty import error_of_steps, uncertainty_lines
-from zeromesh.simulator import Simulation
+from zeromesh.simulator.result import Simulation
 from zeromesh.strategy import Stage
 from zeromesh.strategy.stage import HOST
 from zeromesh.trace import Event, Trace

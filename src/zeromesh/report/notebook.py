@@ -5,7 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from zeromesh.planner import Choice, Planned
+from zeromesh.planner.evaluate import Choice
+from zeromesh.planner.plan import Planned
 from zeromesh.report.build import plan_page, simulation_page, timeline
 from zeromesh.report.page import Bar, Fact, MemoryChart, Page, Section, Table
 from zeromesh.strategy.plan import Plan

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from zeromesh.cluster import Cluster
-from zeromesh.planner import Choice, Planned
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.planner.evaluate import Choice
+from zeromesh.planner.plan import Planned
 from zeromesh.report.build import candidates_table, choice_lines, search_note, traffic_table, trust_lines, what_if_lines
 from zeromesh.report.page import Table
 from zeromesh.strategy.stage import HOST

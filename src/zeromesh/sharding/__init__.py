@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from zeromesh.cluster import Cluster
+    from zeromesh.cluster.cluster import Cluster
     from zeromesh.modules import UnitClasses
-    from zeromesh.planner import Workload
+    from zeromesh.planner.workload import Workload
     from zeromesh.strategy import Strategy
     from zeromesh.strategy.parts import Parts
     from zeromesh.strategy.plan import Plan

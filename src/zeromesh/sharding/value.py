@@ -20,8 +20,8 @@ from zeromesh.strategy.stage import DTYPE_FIELDS, dtype_name
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from zeromesh.cluster import Cluster
-    from zeromesh.planner import Workload
+    from zeromesh.cluster.cluster import Cluster
+    from zeromesh.planner.workload import Workload
 
 Sizes = tuple[tuple[str, int], ...]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from zeromesh.cost import CollectiveCost
+from zeromesh.cost.collective import CollectiveCost
 from zeromesh.schedule.bucket import Bucket
 from zeromesh.schedule.state import Reducing, Reduction
 from zeromesh.schedule.transfer import LaneKind

@@ -9,8 +9,7 @@ from typing import cast
 from zeromesh.cost.collective import CollectiveCost, Operation, one_after_another
 from zeromesh.cost.compute import ComputeModel, UnitSeconds
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.model import UnitSpec
-from zeromesh.model.spec import CollectiveSpec
+from zeromesh.model.spec import CollectiveSpec, UnitSpec
 from zeromesh.parallel import Parallel
 from zeromesh.schedule.buffer_layout import BufferLayout
 from zeromesh.schedule.step import Phase

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from zeromesh.cluster import Cluster
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.cost.group import INSIDE_A_NODE
 from zeromesh.errors import ClusterError, InputError
-from zeromesh.model import ModelSpec, UnitKind, UnitSpec, with_trainable
-from zeromesh.model.spec import DTYPE_BYTES, ActivationSpec, CollectiveSpec, PerToken
+from zeromesh.model.spec import DTYPE_BYTES, ActivationSpec, CollectiveSpec, ModelSpec, PerToken, UnitKind, UnitSpec
+from zeromesh.model.trainable import with_trainable
 from zeromesh.model.transformer import build
 from zeromesh.parallel import Parallel
 from zeromesh.strategy import Axis, Layout, Stage, Wire

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import lcm
 
 from zeromesh.cost.constants import Constants
-from zeromesh.model import UnitKind
+from zeromesh.model.spec import UnitKind
 from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.schedule.program import PointKind
 from zeromesh.simulator.division import Division

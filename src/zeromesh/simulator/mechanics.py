@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from zeromesh.errors import ConfigError, InputError, nearest
-from zeromesh.model import ModelSpec
+from zeromesh.model.spec import ModelSpec
 from zeromesh.schedule.transfer import LANES, LaneKind
 from zeromesh.schedule.unit import BUCKET_BYTES
 from zeromesh.strategy import Strategy

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 
 from zeromesh.cost.memory import Overhead
-from zeromesh.model import Recomputation, UnitKind, UnitSpec
+from zeromesh.model.spec import Recomputation, UnitKind, UnitSpec
 from zeromesh.schedule.buffer_layout import STREAMED_ELEMENTS, BufferLayout
 from zeromesh.schedule.program import Schedule
 from zeromesh.schedule.unit import ITEM_BYTES

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
-from zeromesh.cost import CollectiveCost, slowdown
-from zeromesh.cost.collective import HOST
+from zeromesh.cost.collective import HOST, CollectiveCost
+from zeromesh.cost.contention import slowdown
 from zeromesh.errors import InternalError
 from zeromesh.schedule.transfer import COPIES
 

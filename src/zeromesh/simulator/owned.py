@@ -23,7 +23,7 @@ from math import prod
 
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.errors import InputError
-from zeromesh.model import TensorSpec, UnitKind, UnitSpec
+from zeromesh.model.spec import TensorSpec, UnitKind, UnitSpec
 from zeromesh.pieces.owners import (
     BUCKET_BYTES,
     NEWTON_SCHULZ_STEPS,

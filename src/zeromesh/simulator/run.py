@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from zeromesh.cluster import Cluster
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants, default_constants
 from zeromesh.cost.memory import Overhead
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.errors import InputError, NotationError
-from zeromesh.model import ModelSpec, UnitSpec
+from zeromesh.model.spec import ModelSpec, UnitSpec
 from zeromesh.schedule.bucket import Bucket, BucketSteps
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.lent import lent_axes

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from zeromesh.errors import NotationError
-from zeromesh.model import ModelSpec, UnitKind, UnitSpec
+from zeromesh.model.spec import ModelSpec, UnitKind, UnitSpec
 from zeromesh.schedule.unit import FlatBuffer, HostShare, Role, Unit, join_units
 from zeromesh.simulator.division import EXPERTS, NOTHING
 from zeromesh.simulator.workload import FixedWorkload

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeromesh.errors import ConfigError, InputError, one_of
-from zeromesh.model import Recomputation
+from zeromesh.model.spec import Recomputation
 from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.strategy.plan import settle_dtypes
 

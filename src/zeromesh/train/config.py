@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from zeromesh.cluster import Cluster, find_cluster
+from zeromesh.cluster.catalogue import find_cluster
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.errors import MeshError
 from zeromesh.integrations.elastic import mesh_text, resize_mesh
 from zeromesh.planner.foreign import is_file, read_file

@@ -25,10 +25,10 @@ from zeromesh.integrations.elastic import NonFinite, asked_by, describe, mesh_te
 from zeromesh.integrations.language_models import causal_language_model, continuation, require_pretrained, seed_of_rank
 from zeromesh.launch.device import device_name
 from zeromesh.launch.ranks import Ranks, collective, from_first, on_every
-from zeromesh.model import Recomputation
+from zeromesh.model.spec import Recomputation
 from zeromesh.observe.replicas import check_replicas
 from zeromesh.observe.report import gathered, memory_report, traffic_report
-from zeromesh.planner import Workload
+from zeromesh.planner.workload import Workload
 from zeromesh.progress import progress
 from zeromesh.report.run import RunReport, StepMetrics, comparison, places
 from zeromesh.sharding import shard

@@ -18,9 +18,11 @@ from tests.dist.pool import on_ranks
 from tests.pure.planner.setups import small_cluster, small_model
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import NotationError
-from zeromesh.planner import Options, Workload, search
+from zeromesh.planner.search import Options, search
+from zeromesh.planner.workload import Workload
 from zeromesh.schedule.step import sent_bytes_per_axis
-from zeromesh.simulator import FixedWorkload, simulate
+from zeromesh.simulator.run import simulate
+from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy import registered_collective
 from zeromesh.wires import registered_wire
 

@@ -15,7 +15,9 @@ from tests.dist.engine.test_communication import LOSSLESS
 from tests.dist.parity import Case, backward, mesh_of, sharded
 from tests.dist.pool import on_ranks
 from tests.traffic import communication
-from zeromesh.cluster import Cluster, Device, Level
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.device import Device
+from zeromesh.cluster.level import Level
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import default_constants
 from zeromesh.cost.transfer import TransferModel

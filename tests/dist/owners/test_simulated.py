@@ -18,14 +18,14 @@ from tests.dist.pool import on_ranks
 from tests.pure.planner.setups import small_cluster
 from zeromesh.cost.constants import default_constants
 from zeromesh.engine.api import engine_of
-from zeromesh.model import ModelSpec
 from zeromesh.model.from_module import from_module
+from zeromesh.model.spec import ModelSpec
 from zeromesh.owners.optimizer import OwnerOptimizer
 from zeromesh.parallel import WHOLE
 from zeromesh.schedule.step import sent_bytes_per_axis
-from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.simulator.division import Division
-from zeromesh.simulator.run import Setup
+from zeromesh.simulator.run import Setup, simulate
+from zeromesh.simulator.workload import FixedWorkload
 
 TOKENS = 8
 

@@ -14,7 +14,8 @@ import zeromesh as zm
 from tests.dist.parity import mesh_of, net, tokens
 from tests.dist.pool import kept, on_ranks
 from zeromesh.api import with_dtypes
-from zeromesh.cluster import Cluster, find_cluster
+from zeromesh.cluster.catalogue import find_cluster
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import InputError, MeshError
 from zeromesh.strategy import Strategy

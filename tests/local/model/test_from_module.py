@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.architectures import planned_flops, real_flops
 from zeromesh.errors import ModelError
-from zeromesh.model import Recomputation, UnitKind, load_model
 from zeromesh.model.from_module import from_factory, from_module
 from zeromesh.model.huggingface import from_config
+from zeromesh.model.load import load_model
 from zeromesh.model.module_values import KnownValues
 from zeromesh.model.presets import preset_shape
 from zeromesh.model.shape import TransformerShape
+from zeromesh.model.spec import Recomputation, UnitKind
 from zeromesh.model.transformer import build
 
 transformers = pytest.importorskip("transformers")

@@ -10,8 +10,10 @@ import pytest
 
 from benchmarks.architectures import planned_flops, real_flops
 from zeromesh.errors import ModelError
-from zeromesh.model import ModelSpec, huggingface, load_model
+from zeromesh.model import huggingface
 from zeromesh.model.from_transformers import trained_as
+from zeromesh.model.load import load_model
+from zeromesh.model.spec import ModelSpec
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 50}

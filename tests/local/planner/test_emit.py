@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zeromesh.model import ModelSpec, Recomputation
 from zeromesh.model.from_module import from_module
+from zeromesh.model.spec import ModelSpec, Recomputation
 from zeromesh.planner.emit import emit_fsdp2, emit_megatron_fsdp
 from zeromesh.strategy import Strategy
 from zeromesh.strategy.plan import Plan

@@ -15,12 +15,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from tests.pure.planner.setups import small_cluster
 from zeromesh.engine.units import Precision, find_units, join_modules
 from zeromesh.errors import ModelError
-from zeromesh.model import ModelSpec, UnitKind
 from zeromesh.model.from_module import from_module
 from zeromesh.model.module_recomputation import recomputes
 from zeromesh.model.module_units import cut
-from zeromesh.simulator import FixedWorkload, simulate
+from zeromesh.model.spec import ModelSpec, UnitKind
+from zeromesh.simulator.run import simulate
 from zeromesh.simulator.units import schedule_units
+from zeromesh.simulator.workload import FixedWorkload
 
 transformers = pytest.importorskip("transformers")
 

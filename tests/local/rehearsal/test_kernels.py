@@ -10,7 +10,7 @@ import torch
 from torch.utils import cpp_extension
 
 from tests.forks import run_python
-from zeromesh.cluster import find_cluster
+from zeromesh.cluster.catalogue import find_cluster
 from zeromesh.errors import InputError
 from zeromesh.rehearsal.hardware import Hardware
 from zeromesh.rehearsal.kernels import moved_bytes

@@ -13,7 +13,7 @@ from tests.pure.cli.conftest import Command
 from tests.pure.planner.test_emit import a_plan
 from tests.pure.train.test_config import MINIMAL
 from zeromesh.errors import InputError, MeshError
-from zeromesh.model import preset
+from zeromesh.model.presets import preset
 from zeromesh.planner.emit import emit_deepspeed, emit_torchtitan
 from zeromesh.planner.foreign import read_file, read_foreign
 from zeromesh.strategy import Strategy

@@ -10,7 +10,7 @@ from bench.__main__ import app as bench_app
 from tests.pure.measure.probed import raw
 from zeromesh.cli.app import run as run_command
 from zeromesh.cli.measuring import mesh_of
-from zeromesh.cluster import parse_cluster
+from zeromesh.cluster.read import parse_cluster
 
 
 @pytest.fixture(autouse=True)

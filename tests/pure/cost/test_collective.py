@@ -4,8 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeromesh.cluster import Cluster, Device, Level, preset
-from zeromesh.cost import Group, collective_cost, default_constants
+from zeromesh.cluster.catalogue import preset
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.device import Device
+from zeromesh.cluster.level import Level
+from zeromesh.cost.collective import collective_cost
+from zeromesh.cost.constants import default_constants
+from zeromesh.cost.group import Group
 
 CONSTANTS = default_constants()
 SHARES = {kind: 1.0 for kind, _ in CONSTANTS.link_share}

@@ -8,12 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeromesh.cluster import LINK_KINDS, Device, Kernel, preset
-from zeromesh.cost import ComputeModel, default_constants, provenance
+from zeromesh.cluster.catalogue import preset
+from zeromesh.cluster.device import Device
+from zeromesh.cluster.kernel import Kernel
+from zeromesh.cluster.level import LINK_KINDS
+from zeromesh.cost.compute import ComputeModel
+from zeromesh.cost.constants import default_constants, provenance
 from zeromesh.cost.memory import Overhead
 from zeromesh.errors import InternalError
-from zeromesh.model import MatmulSpec, Recomputation, UnitKind
-from zeromesh.model import preset as model_preset
+from zeromesh.model.presets import preset as model_preset
+from zeromesh.model.spec import MatmulSpec, Recomputation, UnitKind
 
 CONSTANTS = default_constants()
 A100 = ComputeModel(device=preset("a100-8x-hdr").device, constants=CONSTANTS)

@@ -5,9 +5,13 @@ from itertools import pairwise
 
 import pytest
 
-from zeromesh.cluster import Cluster, Curve, preset
-from zeromesh.cost import CollectiveCost, ComputeModel, default_constants, one_after_another, slowdown, taken_share
-from zeromesh.cost.collective import HOST
+from zeromesh.cluster.catalogue import preset
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.curve import Curve
+from zeromesh.cost.collective import HOST, CollectiveCost, one_after_another
+from zeromesh.cost.compute import ComputeModel
+from zeromesh.cost.constants import default_constants
+from zeromesh.cost.contention import slowdown, taken_share
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.schedule.transfer import Transfer, wire_bytes
 from zeromesh.strategy import Layout

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
-from zeromesh.cluster import preset as cluster
+from zeromesh.cluster.catalogue import preset as cluster
 from zeromesh.errors import ClusterError, InputError, ModelError
-from zeromesh.model import Recomputation, UnitKind, load_model, preset, preset_names, with_trainable
-from zeromesh.model.load import with_kernels
+from zeromesh.model.load import load_model, with_kernels
+from zeromesh.model.presets import preset, preset_names
 from zeromesh.model.shape import COMPILED, EAGER, FUSED, LIGER, MEGATRON, Kernels
-from zeromesh.simulator import FixedWorkload, simulate
+from zeromesh.model.spec import Recomputation, UnitKind
+from zeromesh.model.trainable import with_trainable
+from zeromesh.simulator.run import simulate
+from zeromesh.simulator.workload import FixedWorkload
 
 PUBLISHED = """
 llama-7b 6738415616    llama-13b 13015864320   llama-30b 32528943616  llama-65b 65285660672  llama2-70b 68976648192

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zeromesh.cluster import Cluster, Device, Level
-from zeromesh.model import ModelSpec, UnitKind, UnitSpec
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.device import Device
+from zeromesh.cluster.level import Level
 from zeromesh.model.shape import TransformerShape
+from zeromesh.model.spec import ModelSpec, UnitKind, UnitSpec
 from zeromesh.model.transformer import build
 
 

@@ -19,16 +19,22 @@ from tests.pure.planner.setups import (
     small_cluster,
     small_model,
 )
-from zeromesh.cluster import Cluster, Kernel, find_cluster
-from zeromesh.cost import default_constants
-from zeromesh.model import ModelSpec, Recomputation, preset, with_trainable
-from zeromesh.planner import Workload
+from zeromesh.cluster.catalogue import find_cluster
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.kernel import Kernel
+from zeromesh.cost.constants import default_constants
+from zeromesh.model.presets import preset
+from zeromesh.model.spec import ModelSpec, Recomputation
+from zeromesh.model.trainable import with_trainable
 from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Evaluator
 from zeromesh.planner.fixed import choices
 from zeromesh.planner.space import HOSTS, Space
+from zeromesh.planner.workload import Workload
 from zeromesh.schedule.unit import BUCKET_BYTES
-from zeromesh.simulator import ENGINES, Simulation, find_engine, simulate
+from zeromesh.simulator.mechanics import ENGINES, find_engine
+from zeromesh.simulator.result import Simulation
+from zeromesh.simulator.run import simulate
 from zeromesh.strategy import Stage, Strategy
 
 MODELS = {

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from zeromesh.errors import InputError
-from zeromesh.model import ModelSpec, preset
+from zeromesh.model.presets import preset
+from zeromesh.model.spec import ModelSpec
 from zeromesh.parallel import Parallel
 from zeromesh.planner.emit import EMITTERS, emit_deepspeed, emit_fsdp2, emit_megatron_fsdp
 from zeromesh.strategy import Strategy

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from zeromesh.cli.app import main
-from zeromesh.cluster import find_cluster
+from zeromesh.cluster.catalogue import find_cluster
 from zeromesh.errors import InputError
-from zeromesh.model import Recomputation, load_model
-from zeromesh.planner import Workload, calibrate, read_run, simulate_choices
-from zeromesh.planner.like import MeasuredStep
+from zeromesh.model.load import load_model
+from zeromesh.model.spec import Recomputation
+from zeromesh.planner.fixed import simulate_choices
+from zeromesh.planner.like import MeasuredStep, calibrate, read_run
+from zeromesh.planner.workload import Workload
 from zeromesh.strategy import Strategy
 
 TOKENS = 2**20

@@ -14,15 +14,18 @@ from hypothesis import strategies as st
 
 from tests.pure.planner.setups import small_cluster
 from tests.pure.simulator.test_division import SEQ, model
-from zeromesh.cluster import find_cluster
-from zeromesh.cost import default_constants
+from zeromesh.cluster.catalogue import find_cluster
+from zeromesh.cost.constants import default_constants
 from zeromesh.errors import InputError
-from zeromesh.model import Recomputation, preset
+from zeromesh.model.presets import preset
+from zeromesh.model.spec import Recomputation
 from zeromesh.parallel import Parallel
-from zeromesh.planner import NothingFitsError, Options, Workload, plan, search, simulate_choices
 from zeromesh.planner.emit import EMITTERS, emit_torchtitan
 from zeromesh.planner.evaluate import Evaluator
-from zeromesh.planner.fixed import choices
+from zeromesh.planner.fixed import choices, simulate_choices
+from zeromesh.planner.plan import plan
+from zeromesh.planner.search import NothingFitsError, Options, search
+from zeromesh.planner.workload import Workload
 from zeromesh.strategy import Strategy
 from zeromesh.strategy.plan import Plan
 

@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from tests.pure.planner.setups import small_cluster, small_model
 from zeromesh.cli.app import app
-from zeromesh.cluster import find_cluster
-from zeromesh.cost import default_constants, provenance
-from zeromesh.model import Recomputation
-from zeromesh.planner import Candidate, Workload
-from zeromesh.planner.evaluate import Estimate, Evaluator
+from zeromesh.cluster.catalogue import find_cluster
+from zeromesh.cost.constants import default_constants, provenance
+from zeromesh.model.spec import Recomputation
+from zeromesh.planner.evaluate import Candidate, Estimate, Evaluator
 from zeromesh.planner.robust import Dependence, least_regret, open_constants
+from zeromesh.planner.workload import Workload
 from zeromesh.strategy import Strategy
 
 CLUSTER = small_cluster(4, 4)

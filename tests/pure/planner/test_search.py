@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 
 from tests.pure.planner.setups import rootless_model, small_cluster, small_model
-from zeromesh.cluster import Cluster, find_cluster
+from zeromesh.cluster.catalogue import find_cluster
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.errors import InputError
-from zeromesh.model import Recomputation, preset
-from zeromesh.planner import NothingFitsError, Options, Workload, plan, search, simulate_choices
+from zeromesh.model.presets import preset
+from zeromesh.model.spec import Recomputation
 from zeromesh.planner.emit import EMITTERS
+from zeromesh.planner.fixed import simulate_choices
 from zeromesh.planner.known import known_strategies
+from zeromesh.planner.plan import plan
+from zeromesh.planner.search import NothingFitsError, Options, search
 from zeromesh.planner.space import Space
-from zeromesh.simulator import simulate
+from zeromesh.planner.workload import Workload
+from zeromesh.simulator.run import simulate
 from zeromesh.simulator.units import schedule_units
 from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.plan import Plan

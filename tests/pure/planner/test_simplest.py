@@ -12,18 +12,21 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.pure.planner.setups import small_cluster, small_model
-from zeromesh.cluster import Cluster, find_cluster
-from zeromesh.cost import default_constants
+from zeromesh.cluster.catalogue import find_cluster
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cost.constants import default_constants
 from zeromesh.errors import InputError
-from zeromesh.model import ModelSpec, Recomputation, preset
-from zeromesh.planner import Candidate, NothingFitsError, Options, Planned, Workload, as_plan, plan, search
+from zeromesh.model.presets import preset
+from zeromesh.model.spec import ModelSpec, Recomputation
 from zeromesh.planner.emit import EMITTERS
-from zeromesh.planner.evaluate import Evaluator
+from zeromesh.planner.evaluate import Candidate, Evaluator
 from zeromesh.planner.known import known_strategies
-from zeromesh.planner.search import Found
+from zeromesh.planner.plan import Planned, as_plan, plan
+from zeromesh.planner.search import Found, NothingFitsError, Options, search
 from zeromesh.planner.simplest import FREE, WITHIN, one_of_each_kind, simplicity
 from zeromesh.planner.space import Space
-from zeromesh.report import choice_lines
+from zeromesh.planner.workload import Workload
+from zeromesh.report.build import choice_lines
 
 MODEL = preset("llama-7b")
 CLUSTER = find_cluster("h100-8x-ndr").take(16)

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from zeromesh.cluster import Cluster, Curve, Kernel, find_cluster
-from zeromesh.cost import default_constants
+from zeromesh.cluster.catalogue import find_cluster
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.curve import Curve
+from zeromesh.cluster.kernel import Kernel
+from zeromesh.cost.constants import default_constants
 from zeromesh.errors import InputError
-from zeromesh.planner import what_if
+from zeromesh.planner.what_if import what_if
 
 CLUSTER = find_cluster("h100-8x-ndr").take(64)
 

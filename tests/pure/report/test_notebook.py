@@ -11,7 +11,7 @@ import pytest
 
 import zeromesh as zm
 from tests.pure.planner.setups import small_cluster, small_model
-from zeromesh import planner
+from zeromesh.planner.plan import Planned, plan
 from zeromesh.report import notebook
 from zeromesh.trace import Lines, MemoryLine, TrafficLine
 
@@ -19,8 +19,8 @@ WORK = zm.Workload(seq_len=256, global_batch_tokens=256 * 16 * 4)
 
 
 @pytest.fixture(scope="module")
-def planned() -> planner.Planned:
-    return planner.plan(small_model(), small_cluster(4, 4), WORK, trace=True)
+def planned() -> Planned:
+    return plan(small_model(), small_cluster(4, 4), WORK, trace=True)
 
 
 def shown(value: object) -> str:
@@ -30,7 +30,7 @@ def shown(value: object) -> str:
     return unescape(page)
 
 
-def test_the_text_of_public_values_is_short(planned: planner.Planned) -> None:
+def test_the_text_of_public_values_is_short(planned: Planned) -> None:
     cluster, choice = planned.cluster, planned.best
     values = [planned, planned.plan, planned.model, planned.found, planned.trace, cluster, cluster.device]
     values += [cluster.levels[0], choice, choice.candidate, choice.simulation, WORK, choice.candidate.strategy]
@@ -42,7 +42,7 @@ def test_the_text_of_public_values_is_short(planned: planner.Planned) -> None:
     assert " a step, " in repr(choice)
 
 
-def test_plans_choices_and_traces_show_their_pages(planned: planner.Planned) -> None:
+def test_plans_choices_and_traces_show_their_pages(planned: Planned) -> None:
     best = str(planned.best.candidate.strategy)
     page = shown(planned)
     assert best in page and 'id="front"' in page and 'id="why"' in page and 'id="timeline"' in page

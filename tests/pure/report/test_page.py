@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.pure.planner.setups import small_cluster, small_model
-from zeromesh.cluster import find_cluster
-from zeromesh.model import Recomputation, preset
-from zeromesh.planner import Planned, Workload, plan, simulate_choices
-from zeromesh.report import plan_page, simulation_page
-from zeromesh.report.build import search_note, traffic_table
+from zeromesh.cluster.catalogue import find_cluster
+from zeromesh.model.presets import preset
+from zeromesh.model.spec import Recomputation
+from zeromesh.planner.fixed import simulate_choices
+from zeromesh.planner.plan import Planned, plan
+from zeromesh.planner.workload import Workload
+from zeromesh.report.build import plan_page, search_note, simulation_page, traffic_table
 from zeromesh.report.page import (
     Bar,
     Curve,

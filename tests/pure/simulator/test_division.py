@@ -9,17 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.planner.setups import rootless_model, small_cluster, small_model
-from zeromesh.cluster import Cluster, preset
-from zeromesh.cost import default_constants
+from zeromesh.cluster.catalogue import preset
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cost.constants import default_constants
 from zeromesh.cost.group import Group
 from zeromesh.errors import ClusterError, InputError
-from zeromesh.model import ModelSpec, Recomputation, UnitKind, with_trainable
-from zeromesh.model import preset as model_preset
+from zeromesh.model.presets import preset as model_preset
 from zeromesh.model.shape import MEGATRON, TransformerShape
+from zeromesh.model.spec import ModelSpec, Recomputation, UnitKind
+from zeromesh.model.trainable import with_trainable
 from zeromesh.model.transformer import build
 from zeromesh.parallel import SCHEDULES, Parallel
-from zeromesh.simulator import FixedWorkload, Simulation, simulate
 from zeromesh.simulator.division import Division
+from zeromesh.simulator.result import Simulation
+from zeromesh.simulator.run import simulate
+from zeromesh.simulator.workload import FixedWorkload
 
 A800 = preset("a800-8x-hdr")
 SEQ = 256

@@ -9,16 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.planner.setups import small_cluster, small_model
-from zeromesh.cluster import find_cluster
-from zeromesh.cost import default_constants
-from zeromesh.model import Recomputation, preset
+from zeromesh.cluster.catalogue import find_cluster
+from zeromesh.cost.constants import default_constants
+from zeromesh.model.presets import preset
+from zeromesh.model.spec import Recomputation
 from zeromesh.parallel import Parallel
-from zeromesh.planner import Workload
 from zeromesh.planner.space import Space
-from zeromesh.simulator import ENGINES, FixedWorkload
+from zeromesh.planner.workload import Workload
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.few import simulate_few
+from zeromesh.simulator.mechanics import ENGINES
 from zeromesh.simulator.run import simulate_divided
+from zeromesh.simulator.workload import FixedWorkload
 
 OPTIONS = ["", ";prefetch=0", ";prefetch=3", ";overlap=none", ";overlap=gather", ";collective=ho_ring"]
 KINDS = [

@@ -7,21 +7,24 @@ from dataclasses import replace
 import pytest
 
 from tests.pure.planner.setups import small_cluster, small_model
-from zeromesh.cluster import Cluster, find_cluster, preset
+from zeromesh.cluster.catalogue import find_cluster, preset
+from zeromesh.cluster.cluster import Cluster
 from zeromesh.collectives.ho_ring.cost import overlapped_cost
-from zeromesh.cost import default_constants
 from zeromesh.cost.compute import ComputeModel
+from zeromesh.cost.constants import default_constants
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.model import preset as model_preset
+from zeromesh.model.presets import preset as model_preset
 from zeromesh.parallel import Parallel
 from zeromesh.schedule.memory import part_numel
 from zeromesh.schedule.program import Schedule
 from zeromesh.schedule.unit import FlatBuffer, Role, Unit
-from zeromesh.simulator import FixedWorkload, Mechanics, Simulation, find_engine, simulate
 from zeromesh.simulator.chains import Chains
 from zeromesh.simulator.clock import ClockBackend, HostSeconds
 from zeromesh.simulator.division import Division
-from zeromesh.simulator.run import Setup
+from zeromesh.simulator.mechanics import Mechanics, find_engine
+from zeromesh.simulator.result import Simulation
+from zeromesh.simulator.run import Setup, simulate
+from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy import Layout
 from zeromesh.trace import Event
 

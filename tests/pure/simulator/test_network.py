@@ -2,10 +2,12 @@
 
 import pytest
 
-from zeromesh.cluster import Cluster, Device, Level, parse_cluster
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.device import Device
+from zeromesh.cluster.level import Level
+from zeromesh.cluster.read import parse_cluster
 from zeromesh.collectives.ho_ring.cost import overlapped_cost
-from zeromesh.cost import CollectiveCost
-from zeromesh.cost.collective import HOST
+from zeromesh.cost.collective import HOST, CollectiveCost
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import default_constants
 from zeromesh.cost.transfer import TransferModel

@@ -9,19 +9,20 @@ from collections import Counter
 
 import pytest
 
-from zeromesh.cluster import preset
+from zeromesh.cluster.catalogue import preset
 from zeromesh.cost.constants import default_constants
 from zeromesh.errors import InputError
-from zeromesh.model import ModelSpec, Recomputation
-from zeromesh.model import preset as model_preset
+from zeromesh.model.presets import preset as model_preset
+from zeromesh.model.spec import ModelSpec, Recomputation
 from zeromesh.parallel import WHOLE
 from zeromesh.pieces.owners import BUCKET_BYTES, choose_owners, newton_schulz_flops
-from zeromesh.planner import Options, Workload, search
+from zeromesh.planner.search import Options, search
+from zeromesh.planner.workload import Workload
 from zeromesh.schedule.program import Schedule
-from zeromesh.simulator import FixedWorkload, simulate
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.owned import OwnedTensors
-from zeromesh.simulator.run import Setup
+from zeromesh.simulator.run import Setup, simulate
+from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy import Layout
 from zeromesh.units import format_bytes
 

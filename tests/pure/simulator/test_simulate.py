@@ -7,15 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.planner.setups import frozen, frozen_first_model, small_model
-from zeromesh.cluster import Kernel, preset
-from zeromesh.cost import default_constants
+from zeromesh.cluster.catalogue import preset
+from zeromesh.cluster.kernel import Kernel
+from zeromesh.cost.constants import default_constants
 from zeromesh.errors import ConfigError, InputError, MeshError, NotationError
-from zeromesh.model import Recomputation, UnitKind
-from zeromesh.model import preset as model_preset
+from zeromesh.model.presets import preset as model_preset
+from zeromesh.model.spec import Recomputation, UnitKind
 from zeromesh.schedule.program import Schedule
 from zeromesh.schedule.step import sent_bytes_per_axis
-from zeromesh.simulator import ENGINES, FixedWorkload, simulate
+from zeromesh.simulator.mechanics import ENGINES
+from zeromesh.simulator.run import simulate
 from zeromesh.simulator.units import schedule_units
+from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy import Layout, Strategy
 from zeromesh.strategy.parts import layouts_of
 

@@ -12,8 +12,9 @@ from validation.assumptions import Point, assumptions, open_points
 from validation.claims import Claim, _claim
 from validation.row import Row, predicted_row
 from validation.score import score, spearman
-from zeromesh.model import ModelSpec, Recomputation, UnitKind, preset
+from zeromesh.model.presets import preset
 from zeromesh.model.shape import MEGATRON
+from zeromesh.model.spec import ModelSpec, Recomputation, UnitKind
 
 
 def claim(low: float, high: float, **goal: float | bool) -> Claim:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from validation.published import CHOICES, Assumptions, Ranked, answer
-from zeromesh.cluster import find_cluster
-from zeromesh.model import Recomputation, preset
+from zeromesh.cluster.catalogue import find_cluster
+from zeromesh.model.presets import preset
+from zeromesh.model.spec import Recomputation
 
 AMSPS_CHOICES = [(row[1], row[2], row[4]) for row in CHOICES if row[0] == "amsp"]
 MODELS = [model for model, _, _ in AMSPS_CHOICES]

@@ -6,8 +6,9 @@ from math import prod
 
 from zeromesh.collectives.costs import HierarchicalCost
 from zeromesh.collectives.ho_ring.slices import slice_bytes, sum_terms
-from zeromesh.cost import CollectiveCost, Constants, Group, Operation
-from zeromesh.cost.collective import mean_taken, merge_busy, one_after_another, ring_cost
+from zeromesh.cost.collective import CollectiveCost, Operation, mean_taken, merge_busy, one_after_another, ring_cost
+from zeromesh.cost.constants import Constants
+from zeromesh.cost.group import Group
 from zeromesh.schedule.memory import MESSAGES_BYTES, part_numel
 from zeromesh.schedule.transfer import Transfer
 from zeromesh.schedule.unit import ITEM_BYTES
