@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint import states, tensors
-from zeromesh.checkpoint.loader import Loaded, load_newest, load_path
+from zeromesh.checkpoint.loader import load_newest, load_path
 from zeromesh.checkpoint.peers import make_peers
 from zeromesh.checkpoint.read import Reader
 from zeromesh.checkpoint.saver import LOCK_WAIT_S, Saver, Snapshot
@@ -199,8 +199,8 @@ class Checkpoints:
         """
         self.wait()
 
-        def restore(reader: Reader) -> tuple[dict[str, Any], bool]:
-            groups, user = states.read_groups(reader), states.read_state(reader)
+        def restore(reader: Reader) -> None:
+            groups, _ = states.read_groups(reader), states.read_state(reader)  # for its errors, before anything changes
             if optimizers:
                 states.require_kinds(self._optimizers, groups, reader.where)
             tensors.restore_models(held, reader)
@@ -212,25 +212,25 @@ class Checkpoints:
                 states.restore_groups(self._optimizers, groups, reader.where)
             if random_states and reader.manifest.about.get("world") == held.control.world:
                 states.restore_random(held.control.number, reader)
-            return user, any(name.startswith(tensors.STATE) for name in reader.manifest.tensors)
 
         held = self._held
-        loaded: Loaded | None
+        loaded: Reader | None
         try:
             if which == "auto":
                 loaded = load_newest(self._storage, self._peers, restore)
             else:
                 loaded = load_path(which, self._peers, restore)
             if loaded is not None:
-                tensors.require_same(held, tensors.left_out(loaded.state, loaded.where), loaded.where)
+                tensors.require_same(held, tensors.left_out(loaded.manifest.state, loaded.where), loaded.where)
         except CheckpointError:  # on all ranks; parameters may be the checkpoint's though others, or states, do not fit
             self._changed()
             raise
         if loaded is None:
             return None
         self._changed()  # not before all ranks have loaded the same
-        user, has_optimizer = loaded.restored
-        return Restored(where=loaded.where, step=loaded.step, state=user, has_optimizer=has_optimizer)
+        has_optimizer = any(name.startswith(tensors.STATE) for name in loaded.manifest.tensors)
+        user = states.read_state(loaded)
+        return Restored(where=loaded.where, step=loaded.manifest.step, state=user, has_optimizer=has_optimizer)
 
     def _changed(self) -> None:
         for engine in self._held.engines:

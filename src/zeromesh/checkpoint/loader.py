@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from zeromesh.checkpoint.dcp import METADATA, OBJECTS, read_foreign
 from zeromesh.checkpoint.directory import list_checkpoints
@@ -17,28 +15,11 @@ from zeromesh.checkpoint.read import Reader, read_manifest
 from zeromesh.checkpoint.storage import Storage, has_file, open_storage, reason
 from zeromesh.errors import CheckpointError, MismatchError, ZeromeshError
 
-Restore = Callable[[Reader], Any]
+Restore = Callable[[Reader], object]
 """Takes a rank's part out of a checkpoint; raises CheckpointError (DamagedError where another may serve)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """A loaded checkpoint.
-
-    Args:
-        where: the checkpoint's full name.
-        step: optimizer steps done.
-        state: the values saved beside tensors.
-        restored: the result of `restore` on this rank.
-    """
-
-    where: str
-    step: int
-    state: dict[str, Any]
-    restored: Any
-
-
-def load_newest(storage: Storage, peers: Peers, restore: Restore) -> Loaded | None:
+def load_newest(storage: Storage, peers: Peers, restore: Restore) -> Reader | None:
     """Loads the newest complete checkpoint whose content is intact; warns of those that it passes over.
 
     Args:
@@ -47,7 +28,7 @@ def load_newest(storage: Storage, peers: Peers, restore: Restore) -> Loaded | No
         restore: called on each rank with its reader.
 
     Returns:
-        None where none has ever been made.
+        The reader of the one that was loaded; None where none has ever been made.
 
     Raises:
         CheckpointError: there are checkpoints, but none can be loaded; or one is of another model.
@@ -70,7 +51,7 @@ def load_newest(storage: Storage, peers: Peers, restore: Restore) -> Loaded | No
     return None
 
 
-def load_path(location: str | os.PathLike[str], peers: Peers, restore: Restore) -> Loaded:
+def load_path(location: str | os.PathLike[str], peers: Peers, restore: Restore) -> Reader:
     """Loads the checkpoint at `location`: one of zeromesh's or of torch's, or a directory of zeromesh's.
 
     Raises:
@@ -119,15 +100,15 @@ def _open(storage: Storage, name: str) -> Reader:
     return Reader(storage, name, read_foreign(storage, name) if foreign else read_manifest(storage, name))
 
 
-def load_one(where: str, opened: Callable[[], Reader], peers: Peers, restore: Restore) -> Loaded:
-    """Loads the reader that `opened` returns; all ranks raise the error of any rank."""
-    loaded: Loaded | None = None
+def load_one(where: str, opened: Callable[[], Reader], peers: Peers, restore: Restore) -> Reader:
+    """Loads from the reader that `opened` returns; all ranks raise the error of any rank."""
+    loaded: Reader | None = None
     kind: type[ZeromeshError] = DamagedError
     problem, other = "", None
     try:
         with opened() as reader:
-            restored, manifest = restore(reader), reader.manifest
-        loaded = Loaded(where=where, step=manifest.step, state=dict(manifest.state), restored=restored)
+            restore(reader)
+        loaded = reader
     except CheckpointError as error:
         problem, kind = str(error), DamagedError if isinstance(error, DamagedError) else CheckpointError
     except OSError as error:
@@ -135,13 +116,13 @@ def load_one(where: str, opened: Callable[[], Reader], peers: Peers, restore: Re
     except Exception as error:  # the others wait; it is no fault of the checkpoint's: out of memory, say
         problem = f"rank {peers.rank} has not loaded {where}: {reason(error)}"
         kind, other = MismatchError, error
-    step = None if loaded is None else loaded.step
+    step = None if loaded is None else loaded.manifest.step
     found = peers.all_gather((problem, _WORST.index(kind), step), f"whether all have loaded {where}")
     if other is not None:
         raise other
     for problem, index, _ in sorted((f for f in found if f[0]), key=lambda f: f[1]):
         raise _WORST[index](problem)
-    if loaded is None or any(step != loaded.step for _, _, step in found):
+    if loaded is None or any(other_step != step for _, _, other_step in found):
         raise MismatchError(f"ranks do not see the same checkpoint {where}: steps {[f[2] for f in found]}")
     return loaded
 

@@ -129,21 +129,9 @@ class Snapshot:
     common: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Share:
-    """One rank's report to rank 0.
-
-    Args:
-        written: the contents of its file.
-        empty: tensors without elements.
-        aliases, groups, numbers: of its snapshot.
-    """
-
-    written: Sequence[Written]
-    empty: Mapping[str, TensorEntry]
-    aliases: Mapping[str, str]
-    groups: Sequence[Any]
-    numbers: Sequence[str]
+_Share = tuple[list[Written], dict[str, TensorEntry], Snapshot]
+"""One rank's report to rank 0: the contents of its file, tensors without elements, and its snapshot without pieces and
+the values that all have alike."""
 
 
 class Saver:
@@ -272,23 +260,17 @@ class Saver:
         def write() -> _Share:
             written = write_file(self.storage, directory, file, copied) if any(copy.numel() for copy in copies) else []
             empty = entries_of((), [piece for piece in copied if not prod(piece.shape)])
-            return _Share(
-                written=written,
-                empty=empty,
-                aliases=snapshot.aliases,
-                groups=snapshot.groups,
-                numbers=snapshot.numbers,
-            )
+            return written, empty, replace(snapshot, pieces=(), state={}, about={}, common=frozenset())
 
         return _tried(self.storage.where(directory, file), write)
 
     def _describe(self, snapshot: Snapshot, directory: str, serial: int, shares: Sequence[_Share]) -> Manifest:
         """Rank 0 writes the manifest and torch's index."""
-        rows = _once([row for share in shares for row in share.written], snapshot.common)
-        empty = {name: entry for share in shares for name, entry in share.empty.items()}
-        groups = join_groups([share.groups for share in shares])
-        told = {"groups": groups, "numbers": sorted({name for share in shares for name in share.numbers})}
-        aliases = {alias: name for share in shares for alias, name in share.aliases.items()}
+        rows = _once([row for written, _, _ in shares for row in written], snapshot.common)
+        empty = {name: entry for _, own, _ in shares for name, entry in own.items()}
+        groups = join_groups([own.groups for _, _, own in shares])
+        told = {"groups": groups, "numbers": sorted({name for _, _, own in shares for name in own.numbers})}
+        aliases = {alias: name for _, _, own in shares for alias, name in own.aliases.items()}
         aliased = [replace(row, name=alias) for alias, name in aliases.items() for row in rows if row.name == name]
         manifest = Manifest(
             step=snapshot.step,

@@ -194,13 +194,14 @@ def restore_groups(optimizers: Sequence[Optimizer], groups: Groups, where: str) 
 def _fits(now: Any, value: Any) -> bool:
     """Whether an option may become `value`: a number a number, as many numbers as many; the rest are flags."""
     if now is None or isinstance(now, Tensor):
-        return now is None or _is_number(value)
+        return now is None or is_plain_number(value)
     if isinstance(now, tuple | list):
         return isinstance(value, tuple | list) and len(value) == len(now) and all(map(_fits, now, value))
-    return _is_number(now) == _is_number(value)
+    return is_plain_number(now) == is_plain_number(value)
 
 
-def _is_number(value: Any) -> bool:
+def is_plain_number(value: Any) -> bool:
+    """Whether it is a number of Python's; a flag is none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

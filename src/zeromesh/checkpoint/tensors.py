@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from zeromesh.checkpoint.full_state import buffers_of, persistent_buffers
 from zeromesh.checkpoint.manifest import DamagedError, TensorEntry
 from zeromesh.checkpoint.read import Reader, require_match
-from zeromesh.checkpoint.states import EXTRA, extra_names
+from zeromesh.checkpoint.states import EXTRA, extra_names, is_plain_number
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control, gather_over
 from zeromesh.engine.engine import Engine, Pipeline
@@ -265,7 +265,7 @@ def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, tuple[Ten
                 if isinstance(value, Tensor):
                     parts = stored(key, value.local if isinstance(value, Slice) else value)
                     found.update({name: (part, region) for name, part in parts.items()})
-                elif _is_number(value):
+                elif is_plain_number(value):
                     dtype = torch.float64 if isinstance(value, float) else torch.int64  # as exact as Python's
                     found[key] = torch.tensor(value, dtype=dtype, device="cpu"), region
                 elif value is not None:
@@ -276,10 +276,6 @@ def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, tuple[Ten
     return states
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def number_names(optimizers: Sequence[Optimizer]) -> list[str]:
     """Names of the states on this rank that are numbers of Python's, and not tensors: torch computes with a tensor of
     integers in fp32, so a resumed run would round where an uninterrupted one does not."""
@@ -288,7 +284,7 @@ def number_names(optimizers: Sequence[Optimizer]) -> list[str]:
         f"{STATE}{param.full_name}.{key}"
         for param, values in states
         for key, value in values.items()
-        if isinstance(param, ShardedParameter) and _is_number(value)
+        if isinstance(param, ShardedParameter) and is_plain_number(value)
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeromesh.cost.memory import Overhead
+from zeromesh.cost.memory import overhead_bytes
 from zeromesh.errors import InputError
 from zeromesh.model.spec import Recomputation
 from zeromesh.parallel import Parallel
@@ -46,7 +46,7 @@ def settings_of(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterat
     for recomputation in workload.recomputations():
         for micro_batch, micro_batches in workload.splits(bounds.cluster.world, parallel):
             activations = of_memory.memory.activation_bytes(micro_batch, recomputation)
-            overhead = Overhead.of(
+            overhead = overhead_bytes(
                 bounds.constants,
                 messages=bounds.cluster.messages,
                 communicators=bounds.mechanics.communicators * sum(size > 1 for _, size in bounds.cluster.axes),
@@ -57,7 +57,7 @@ def settings_of(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterat
                 micro_batch=micro_batch,
                 micro_batches=micro_batches,
                 recomputation=recomputation,
-                extra_bytes=activations + overhead.total_bytes,
+                extra_bytes=activations + overhead,
             )
 
 

@@ -10,7 +10,7 @@ from zeromesh.cluster.cluster import Cluster
 from zeromesh.cost.collective import FREE, CollectiveCost, Operation
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants, default_constants
-from zeromesh.cost.memory import Overhead
+from zeromesh.cost.memory import overhead_bytes
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.errors import InputError
 from zeromesh.rehearsal.kernels import KernelModel
@@ -55,10 +55,9 @@ class Hardware:
 
     def overhead_bytes(self, communicators: int) -> float:
         """Memory of a process besides its tensors; the allocator's loss is part of reserved memory."""
-        overhead = Overhead.of(
+        return overhead_bytes(
             self.constants, messages=self.cluster.messages, communicators=communicators, dynamic_bytes=0.0
         )
-        return overhead.total_bytes
 
     def require_levels(self, axes: Sequence[Axis]) -> None:
         """Raises InputError for an axis, of the mesh of a part say, that is no level of the cluster."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 
-from zeromesh.cost.memory import Overhead
 from zeromesh.model.spec import Recomputation, UnitKind, UnitSpec
 from zeromesh.schedule.buffer_layout import STREAMED_ELEMENTS, BufferLayout
 from zeromesh.schedule.program import Schedule
@@ -95,12 +94,12 @@ def unreduced_bytes(schedule: Schedule, specs: Sequence[Sequence[UnitSpec]], *, 
     return tuple(found)
 
 
-def memory_bytes(schedule: Schedule, activations: float, overhead: Overhead, *, planned: bool) -> MemoryBytes:
+def memory_bytes(schedule: Schedule, activations: float, overhead_bytes: float, *, planned: bool) -> MemoryBytes:
     """Everything on one device at the peak.
 
     Args:
         activations: memory that comes and goes, at its most.
-        overhead: of the process.
+        overhead_bytes: of the process.
         planned: reduce buffers are allocated once, so they are part of `buffers`, not of `activations`.
     """
     return MemoryBytes(
@@ -109,7 +108,7 @@ def memory_bytes(schedule: Schedule, activations: float, overhead: Overhead, *, 
         optimizer=optimizer_bytes(schedule),
         buffers=float(schedule.memory.buffers_bytes - (0 if planned else schedule.memory.reduce.total_bytes)),
         activations=activations,
-        overhead=overhead.total_bytes,
+        overhead=overhead_bytes,
     )
 
 

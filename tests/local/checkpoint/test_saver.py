@@ -28,7 +28,7 @@ from tests.disk import file_size_limit
 from tests.local.checkpoint.test_broken import seen
 from zeromesh.checkpoint import saver as saver_module
 from zeromesh.checkpoint.directory import list_checkpoints
-from zeromesh.checkpoint.loader import Loaded, load_newest, load_path
+from zeromesh.checkpoint.loader import load_newest, load_path
 from zeromesh.checkpoint.manifest import BLOCK_BYTES
 from zeromesh.checkpoint.peers import Peers, Progress
 from zeromesh.checkpoint.read import Reader, require_match
@@ -69,7 +69,7 @@ def save(root: Path | str, *steps: int, keep: int = 5, keep_every: int = 0) -> N
     saver.close()
 
 
-def load(root: Path | str) -> tuple[Loaded | None, dict[str, Tensor]]:
+def load(root: Path | str) -> tuple[Reader | None, dict[str, Tensor]]:
     found: dict[str, Tensor] = {}
     loaded = load_newest(open_storage(root), Peers(), lambda reader: found.update(restore(reader)))
     return loaded, found
@@ -98,7 +98,7 @@ def test_newest_comes_back_and_old_ones_go(tmp_path: Path, remote: bool) -> None
     save(root, 1, 2, 3, 4, 5, keep=2, keep_every=3)
     assert names(tmp_path / "run") == ["step-00000003", "step-00000004", "step-00000005"]
     loaded, found = load(root)
-    assert loaded is not None and loaded.step == 5 and loaded.state == {"user": {"a": 1}}
+    assert loaded is not None and loaded.manifest.step == 5 and loaded.manifest.state == {"user": {"a": 1}}
     require_step(found, 5)
     save(root, 4)  # a run that went back: newest is the one made last, beside the older one of that name
     loaded, found = load(root)
@@ -118,7 +118,7 @@ def test_what_a_kill_leaves_on_an_object_store_is_passed_over_and_goes(tmp_path:
     assert names(tmp_path / "run") == ["step-00000001.1", "step-00001000"]
     with pytest.warns(UserWarning, match="step-00001000/manifest.json cannot be read"):
         loaded, _ = load(root)
-    assert loaded is not None and loaded.step == 1
+    assert loaded is not None and loaded.manifest.step == 1
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 7), st.data())
@@ -201,7 +201,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path: Path, file
     before = seen(tmp_path)
     with pytest.warns(UserWarning, match=f"step-00000002/{file} (is|cannot)"):
         loaded, found = load(tmp_path)
-    assert loaded is not None and loaded.step == 1
+    assert loaded is not None and loaded.manifest.step == 1
     require_step(found, 1)
     assert seen(tmp_path) == before
     damage(tmp_path / "step-00000001" / "__0_0.distcp", "truncate")
@@ -245,7 +245,7 @@ def test_a_first_line_without_a_checksum_is_read(tmp_path: Path, monkeypatch: py
     del head["crc32"]
     path.write_bytes(json.dumps(head).encode() + b"\n" + body)
     loaded, found = load(tmp_path)
-    assert loaded is not None and loaded.step == 1
+    assert loaded is not None and loaded.manifest.step == 1
     require_step(found, 1)
 
 
@@ -426,7 +426,7 @@ def test_killed_at_any_moment_what_is_visible_is_complete(
     assert killed_while_saving(tmp_path, dying) == -signal.SIGKILL
     assert list_checkpoints(LocalStorage(tmp_path)).refused == ()
     loaded, found = load(tmp_path)
-    assert loaded is not None and loaded.step == expected
+    assert loaded is not None and loaded.manifest.step == expected
     require_step(found, expected)
     save(tmp_path, 3)
     assert not [name for name in names(tmp_path) if name.startswith(".")]
