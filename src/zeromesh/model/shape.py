@@ -28,7 +28,6 @@ class Naming:
     key: str = ""
     value: str = ""
     gate: str = ""
-    router: str = ""
     transposed: bool = False
 
 
@@ -46,7 +45,6 @@ LLAMA = Naming(
     down="mlp.down_proj",
     norm_1="input_layernorm",
     norm_2="post_attention_layernorm",
-    router="mlp.gate",
 )
 GPT2 = Naming(
     embedding="transformer.wte",

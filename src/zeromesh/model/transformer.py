@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zeromesh.model.shape import CAST_BYTES, EAGER, LOSSES, Kernels, Naming, TransformerShape
+from zeromesh.model.shape import CAST_BYTES, EAGER, LOSSES, Kernels, TransformerShape
 from zeromesh.model.spec import (
     DTYPE_BYTES,
     ActivationSpec,
@@ -144,8 +144,7 @@ def _block(shape: TransformerShape, width: float, kernels: Kernels, parallel: Pa
         name=f"{naming.blocks}.0",
         kind=UnitKind.BLOCK,
         tensors=(
-            *_attention_tensors(shape),
-            *_mlp_tensors(shape, parallel.ep),
+            *(tensor for layer in matmuls for tensor in _layer_tensors(shape, layer, parallel.ep)),
             *_norm_tensors(shape, naming.norm_1),
             *_norm_tensors(shape, naming.norm_2),
         ),
@@ -199,77 +198,48 @@ def _norm_tensors(shape: TransformerShape, name: str) -> tuple[TensorSpec, ...]:
     return (weight, bias) if shape.norm_bias else (weight,)
 
 
-def _linear(naming: Naming, name: str, inner: int, outer: int, bias: bool) -> tuple[TensorSpec, ...]:
-    weight = TensorSpec(name=f"{name}.weight", shape=(inner, outer) if naming.transposed else (outer, inner))
-    return (weight, TensorSpec(name=f"{name}.bias", shape=(outer,))) if bias else (weight,)
-
-
-def _attention_tensors(shape: TransformerShape) -> tuple[TensorSpec, ...]:
-    naming, hidden = shape.naming, shape.hidden
-    output = _linear(naming, naming.output, shape.query_size, hidden, shape.output_bias)
-    if not naming.key:
-        fused = shape.query_size + 2 * shape.kv_size
-        return (*_linear(naming, naming.query, hidden, fused, shape.qkv_bias), *output)
-    return (
-        *_linear(naming, naming.query, hidden, shape.query_size, shape.qkv_bias),
-        *_linear(naming, naming.key, hidden, shape.kv_size, shape.qkv_bias),
-        *_linear(naming, naming.value, hidden, shape.kv_size, shape.qkv_bias),
-        *output,
-    )
-
-
-def _mlp_tensors(shape: TransformerShape, ep: int) -> tuple[TensorSpec, ...]:
-    naming, hidden, ffn = shape.naming, shape.hidden, shape.ffn
-    if shape.experts:
-        return _expert_tensors(shape, ep)
-    gate = _linear(naming, naming.gate, hidden, ffn, shape.mlp_bias) if shape.gated else ()
-    up = _linear(naming, naming.up, hidden, ffn, shape.mlp_bias)
-    return (*gate, *up, *_linear(naming, naming.down, ffn, hidden, shape.mlp_bias))
-
-
-def _expert_tensors(shape: TransformerShape, ep: int) -> tuple[TensorSpec, ...]:
-    """One tensor for all experts' gate and up weights and one for their down weights, as transformers 5 stores them."""
-    share, experts = shape.experts_per_token / shape.experts, shape.experts // ep
-    return (
-        TensorSpec(name="mlp.gate.weight", shape=(shape.experts, shape.hidden)),
-        TensorSpec(
-            name="mlp.experts.gate_up_proj", shape=(experts, 2 * shape.ffn, shape.hidden), active_share=share, ep=ep
-        ),
-        TensorSpec(name="mlp.experts.down_proj", shape=(experts, shape.hidden, shape.ffn), active_share=share, ep=ep),
-    )
+def _layer_tensors(shape: TransformerShape, layer: MatmulSpec, ep: int) -> tuple[TensorSpec, ...]:
+    """The parameters of a product in a block."""
+    naming = shape.naming
+    if layer.name in _EXPERTS:
+        share, sizes = shape.experts_per_token / shape.experts, (layer.count, layer.outer, layer.inner)
+        return (TensorSpec(name=layer.name, shape=sizes, active_share=share, ep=ep),)
+    biased = {naming.output: shape.output_bias}
+    biased |= dict.fromkeys((naming.query, naming.key, naming.value), shape.qkv_bias)
+    biased |= dict.fromkeys((naming.gate, naming.up, naming.down), shape.mlp_bias)
+    across = (layer.inner, layer.outer) if naming.transposed else (layer.outer, layer.inner)
+    weight = TensorSpec(name=f"{layer.name}.weight", shape=across)
+    bias = TensorSpec(name=f"{layer.name}.bias", shape=(layer.outer,))
+    return (weight, bias) if biased.get(layer.name) else (weight,)
 
 
 # Matrix products ----------------------------------------------------------------------------------------------------
 
 
+_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""One tensor for all experts' gate and up weights and one for their down weights, as transformers 5 stores them."""
+
+
 def _attention_matmuls(shape: TransformerShape) -> tuple[MatmulSpec, ...]:
-    naming, hidden = shape.naming, shape.hidden
-    output = MatmulSpec(name=naming.output, inner=shape.query_size, outer=hidden)
-    if not naming.key:
-        return (MatmulSpec(name=naming.query, inner=hidden, outer=shape.query_size + 2 * shape.kv_size), output)
-    return (
-        MatmulSpec(name=naming.query, inner=hidden, outer=shape.query_size),
-        MatmulSpec(name=naming.key, inner=hidden, outer=shape.kv_size),
-        MatmulSpec(name=naming.value, inner=hidden, outer=shape.kv_size),
-        output,
-    )
+    naming, query, kv = shape.naming, shape.query_size, shape.kv_size
+    sizes = {naming.query: query, naming.key: kv, naming.value: kv} if naming.key else {naming.query: query + 2 * kv}
+    heads = (MatmulSpec(name=name, inner=shape.hidden, outer=size) for name, size in sizes.items())
+    return (*heads, MatmulSpec(name=naming.output, inner=query, outer=shape.hidden))
 
 
 def _mlp_matmuls(shape: TransformerShape, ep: int) -> tuple[MatmulSpec, ...]:
     naming, hidden, ffn = shape.naming, shape.hidden, shape.ffn
-    if shape.experts:
-        # Tokens of all that share the experts come to each: as many rows in all, of fewer experts.
-        rows, experts = ep * shape.experts_per_token / shape.experts, shape.experts // ep
-        return (
-            MatmulSpec(name=naming.router, inner=hidden, outer=shape.experts),
-            MatmulSpec(
-                name="mlp.experts.gate_up_proj", inner=hidden, outer=2 * ffn, rows_per_token=rows, count=experts
-            ),
-            MatmulSpec(name="mlp.experts.down_proj", inner=ffn, outer=hidden, rows_per_token=rows, count=experts),
-        )
-    gate = (MatmulSpec(name=naming.gate, inner=hidden, outer=ffn),) if shape.gated else ()
-    up = MatmulSpec(name=naming.up, inner=hidden, outer=ffn)
-    return (*gate, up, MatmulSpec(name=naming.down, inner=ffn, outer=hidden))
+    if not shape.experts:
+        into = (naming.gate, naming.up) if shape.gated else (naming.up,)
+        layers = (MatmulSpec(name=name, inner=hidden, outer=ffn) for name in into)
+        return (*layers, MatmulSpec(name=naming.down, inner=ffn, outer=hidden))
+    # Tokens of all that share the experts come to each: as many rows in all, of fewer experts.
+    rows, experts = ep * shape.experts_per_token / shape.experts, shape.experts // ep
+    stacks = (
+        MatmulSpec(name=name, inner=inner, outer=outer, rows_per_token=rows, count=experts)
+        for name, (inner, outer) in zip(_EXPERTS, ((hidden, 2 * ffn), (ffn, hidden)), strict=True)
+    )
+    return (MatmulSpec(name="mlp.gate", inner=hidden, outer=shape.experts), *stacks)
 
 
 def _head_matmul(shape: TransformerShape) -> MatmulSpec:
