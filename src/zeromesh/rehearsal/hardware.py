@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
 
 from zeromesh.cluster.cluster import Cluster
 from zeromesh.cost.collective import FREE, CollectiveCost, Operation
 from zeromesh.cost.compute import ComputeModel
-from zeromesh.cost.constants import Constants, default_constants
+from zeromesh.cost.constants import default_constants
 from zeromesh.cost.memory import overhead_bytes
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.errors import InputError
@@ -20,33 +18,21 @@ from zeromesh.strategy import Axis
 _WORD_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """A cluster with the constants with which plans are made.
+    """A cluster with the shipped constants, with which plans are made.
 
     Args:
         cluster: of the mesh's sizes; its levels are the mesh's axes.
-        constants: of the cost model.
-        kernels: times of kernels.
-        transfers: times of collectives.
+
+    Attributes:
+        kernels, transfers: times of kernels, and of collectives.
     """
 
-    cluster: Cluster
-    constants: Constants
-    kernels: KernelModel
-    transfers: TransferModel
-
-    @classmethod
-    def of(cls, cluster: Cluster) -> Self:
-        """With the shipped constants."""
-        constants = default_constants().on(cluster)
-        compute = ComputeModel(device=cluster.device, constants=constants)
-        return cls(
-            cluster=cluster,
-            constants=constants,
-            kernels=KernelModel(compute=compute),
-            transfers=TransferModel.of(cluster, constants, compute),
-        )
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.constants = cluster, default_constants().on(cluster)
+        compute = ComputeModel(device=cluster.device, constants=self.constants)
+        self.kernels = KernelModel(compute=compute)
+        self.transfers = TransferModel.of(cluster, self.constants, compute)
 
     @property
     def limit_bytes(self) -> float:

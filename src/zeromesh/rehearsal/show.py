@@ -17,14 +17,14 @@ _READS = 20
 """Lines of code at which the host waits that are listed."""
 
 
-def print_rehearsal(rehearsals: Sequence[Rehearsal], failures: Sequence[str], console: Console | None = None) -> None:
+def print_rehearsal(rehearsals: Sequence[Rehearsal], failures: Sequence[str]) -> None:
     """Prints the rehearsal of the first rank, and failures on any.
 
     Args:
         rehearsals: by rank, at least one.
         failures: of all ranks, differences between them included.
     """
-    console = console or Console()
+    console = Console()
     first = rehearsals[0]
     console.print(Text(_title(first), style="bold"))
     console.print(Text(_subtitle(first, rehearsals)))

@@ -15,9 +15,10 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,10 +32,10 @@ from zeromesh.observe.report import memory_report, traffic_report
 from zeromesh.rehearsal.hardware import Hardware
 from zeromesh.rehearsal.places import Places
 from zeromesh.rehearsal.result import HostMemory, HostRead, Launches, Memory, Peak, Place, Rehearsal
-from zeromesh.rehearsal.timeline import TimedStep, replay
+from zeromesh.rehearsal.timeline import replay
 from zeromesh.rehearsal.watch import Watch
 from zeromesh.schedule.unit import Role
-from zeromesh.trace import MemoryLine, TrafficLine
+from zeromesh.trace import MemoryLine
 
 _SOURCES = Path(__file__).parents[2]
 
@@ -43,22 +44,6 @@ _UNKNOWN_BYTES = 2 << 20
 
 _COMMUNICATORS = 2
 """Communicators of each axis: one for gathers, one for reductions."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Found:
-    """The results of the steps so far."""
-
-    overhead_bytes: float = 0.0
-    host_s: float = 0.0
-    retries: int = 0
-    axes: tuple[TrafficLine, ...] = ()
-    races: tuple[str, ...] = ()
-    early_frees: tuple[str, ...] = ()
-    host_reads: tuple[HostRead, ...] = ()
-    watch: Watch | None = None
-    timed: tuple[TimedStep, ...] = ()
-    failures: list[str] = field(default_factory=list)
 
 
 class Peaks:
@@ -96,7 +81,7 @@ class Stage:
     """
 
     def __init__(self, cluster: Cluster | None) -> None:
-        self.hardware = None if cluster is None else Hardware.of(cluster)
+        self.hardware = None if cluster is None else Hardware(cluster)
         self.peaks = Peaks()
         self.places = Places(self.peaks.left)
 
@@ -111,72 +96,28 @@ class Stage:
         Raises:
             InputError: the cluster has no level of the name of an axis.
         """
-        engine, found = engine_of(model), _Found()
+        engine, failures = engine_of(model), list[str]()
+        found: dict[str, Any] = {}  # of the rehearsal's fields, as far as the steps come
         if self.hardware is not None:
             self.hardware.require_levels(engine.schedule.axes)
         _forget_values(engine)
         hardware, groups = self.hardware, engine.backend.groups.values()
         communicators = _COMMUNICATORS * sum(group.lender is None for group in groups)
         room: AbstractContextManager[object] = nullcontext()
+        overhead_bytes = 0.0
         if hardware is not None:
-            found.overhead_bytes = hardware.overhead_bytes(communicators)
-            room = simdev.memory_limit(int(hardware.limit_bytes - found.overhead_bytes))
+            overhead_bytes = hardware.overhead_bytes(communicators)
+            room = simdev.memory_limit(int(hardware.limit_bytes - overhead_bytes))
         with room, self.places.follow(engine):
             try:
                 self._take(step, model, engine, found)
             except Exception as error:  # the user's code: it would raise the same on a cluster
-                found.failures.append(f"in {self.places.now}: {_said(error)}")
-        return self._result(engine, model, optimizer, found, rank)
-
-    def _take(self, step: Callable[[], object], model: nn.Module, engine: Engine, found: _Found) -> None:
-        step()
-        seen, retries, began = self.places, simdev.memory_stats().retries, time.process_time()
-        with traffic_report(model, micro_batches=seen.micro_batches, recompute=seen.recomputes) as traffic:
-            step()
-        found.host_s = time.process_time() - began
-        found.retries = simdev.memory_stats().retries - retries
-        found.axes = tuple(traffic.lines())
-        with simdev.Checker() as checker:
-            step()
-        found.races = tuple(dict.fromkeys(str(race) for race in checker.races))
-        found.early_frees = tuple(dict.fromkeys(str(free) for free in checker.early_frees))
-        found.host_reads = host_reads(checker)
-        watch = Watch(
-            places=self.places,
-            hardware=self.hardware,
-            axes={axis.name: axis for axis in engine.schedule.axes},
-            whole=engine.schedule.layout.axes,
-        )
-        with simdev.Recorder(watch):
-            for _ in range(2):
-                watch.begin()
-                step()
-                watch.end()
-        found.watch = watch
-        if self.hardware is not None:
-            whole_s = watch.step_s
-            found.timed = replay(
-                watch.issued,
-                label=f"{engine.schedule.strategy} on {self.hardware.cluster.name} (rehearsed)",
-                cores=self.hardware.cluster.device.cores,
-                host_scale=found.host_s / whole_s if whole_s else 1.0,
-            )
-
-    def _host(self, lines: Iterable[MemoryLine]) -> HostMemory:
-        found = HostMemory(kinds=tuple(lines), peak_bytes=self.peaks.host_bytes)
-        if self.hardware is None:
-            return found
-        limit = self.hardware.cluster.host_limit_bytes
-        ranks = self.hardware.cluster.machine_devices
-        return replace(found, ranks=ranks, limit_bytes=limit if isfinite(limit) else None)
-
-    def _result(self, engine: Engine, model: nn.Module, optimizer: Optimizer, found: _Found, rank: int) -> Rehearsal:
-        hardware, layout, watch = self.hardware, engine.schedule.layout, found.watch
-        last = found.timed[-1] if found.timed else None
+                failures.append(f"in {self.places.now}: {_said(error)}")
+        layout, retries = engine.schedule.layout, found.pop("retries", 0)
         lines = [line for line in memory_report(model, optimizer) if line.kind not in ("total", "step")]
         host = None if engine.backend.host is None else self._host(line for line in lines if line.place == "host")
         if host is not None and host.failure:
-            found.failures.append(host.failure)
+            failures.append(host.failure)
         return Rehearsal(
             model=type(model).__name__,
             strategy=str(engine.schedule.strategy),
@@ -190,27 +131,61 @@ class Stage:
                 rest_bytes=simdev.memory_stats().allocated_bytes,
                 peaks=tuple(self.peaks.by_place.values()),
                 growth=tuple(self.peaks.growth),
-                overhead_bytes=found.overhead_bytes,
+                overhead_bytes=overhead_bytes,
                 limit_bytes=None if hardware is None else hardware.limit_bytes,
-                retries=found.retries,
+                retries=retries,
                 host=host,
             ),
-            axes=found.axes,
-            launches=tuple(
-                Launches(unit=unit, lane=lane, count=count)
-                for (unit, lane), count in (watch.launches if watch else {}).items()
-            ),
             blocks=tuple(unit.name for unit in engine.schedule.units if unit.role is Role.BLOCK),
-            races=found.races,
-            early_frees=found.early_frees,
-            host_reads=found.host_reads,
-            calls=tuple(watch.calls) if watch else (),
-            failures=tuple(found.failures),
-            host_s=found.host_s,
-            step_s=None if last is None else last.seconds,
-            exposed_s=None if last is None else last.trace.seconds(kind="wait"),
-            trace=None if last is None else last.trace,
+            failures=tuple(failures),
+            **found,
         )
+
+    def _take(self, step: Callable[[], object], model: nn.Module, engine: Engine, found: dict[str, Any]) -> None:
+        step()
+        seen, retries, began = self.places, simdev.memory_stats().retries, time.process_time()
+        with traffic_report(model, micro_batches=seen.micro_batches, recompute=seen.recomputes) as traffic:
+            step()
+        found["host_s"] = time.process_time() - began
+        found["retries"] = simdev.memory_stats().retries - retries
+        found["axes"] = tuple(traffic.lines())
+        with simdev.Checker() as checker:
+            step()
+        found["races"] = tuple(dict.fromkeys(str(race) for race in checker.races))
+        found["early_frees"] = tuple(dict.fromkeys(str(free) for free in checker.early_frees))
+        found["host_reads"] = host_reads(checker)
+        watch = Watch(
+            places=self.places,
+            hardware=self.hardware,
+            axes={axis.name: axis for axis in engine.schedule.axes},
+            whole=engine.schedule.layout.axes,
+        )
+        with simdev.Recorder(watch):
+            for _ in range(2):
+                watch.begin()
+                step()
+                watch.end()
+        found["calls"] = tuple(watch.calls)
+        found["launches"] = tuple(
+            Launches(unit=unit, lane=lane, count=count) for (unit, lane), count in watch.launches.items()
+        )
+        if self.hardware is not None:
+            whole_s = watch.step_s
+            *_, last = replay(
+                watch.issued,
+                label=f"{engine.schedule.strategy} on {self.hardware.cluster.name} (rehearsed)",
+                cores=self.hardware.cluster.device.cores,
+                host_scale=found["host_s"] / whole_s if whole_s else 1.0,
+            )
+            found |= {"step_s": last.seconds, "exposed_s": last.trace.seconds(kind="wait"), "trace": last.trace}
+
+    def _host(self, lines: Iterable[MemoryLine]) -> HostMemory:
+        found = HostMemory(kinds=tuple(lines), peak_bytes=self.peaks.host_bytes)
+        if self.hardware is None:
+            return found
+        limit = self.hardware.cluster.host_limit_bytes
+        ranks = self.hardware.cluster.machine_devices
+        return replace(found, ranks=ranks, limit_bytes=limit if isfinite(limit) else None)
 
 
 def _forget_values(engine: Engine) -> None:

@@ -15,15 +15,12 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Literal
 
 from zeromesh.cost.collective import CollectiveCost
 from zeromesh.errors import InternalError
 from zeromesh.rehearsal.result import COMPUTE, Place
 from zeromesh.simulator.network import Job, Network, Work
 from zeromesh.trace import Event, Trace
-
-OrderKind = Literal["record", "wait", "host event", "host stream", "host all"]
 
 _MOMENT_S = 1e-12
 """Times that are closer are one: seconds are added up."""
@@ -78,25 +75,20 @@ class Order:
     """Something that comes after something else.
 
     Args:
-        kind: an event is recorded on a stream, a stream waits for it, or the host for it, a stream or all streams.
+        kind: in the words of `zeromesh.simdev.Order`; or `STEP_ENDS`, to whose end the host has come.
         stream, event: their numbers.
         at_s: as of a kernel.
     """
 
     at_s: float
-    kind: OrderKind
+    kind: str
     stream: int = 0
     event: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepEnd:
-    """The host has come to the end of a step."""
+STEP_ENDS = "step ends"
 
-    at_s: float
-
-
-Issued = Kernel | Communication | Order | StepEnd
+Issued = Kernel | Communication | Order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,15 +255,17 @@ def replay(
                 events[item.event] = device.mark(item.stream, rows)
             case Order(kind="wait"):
                 device.put(item.stream, _Wait(events.get(item.event)), rows)
-            case Order(kind="host event"):
+            case Order(kind="host waits for event"):
                 waits = [events[item.event]] if item.event in events else []
-            case Order(kind="host stream"):
+            case Order(kind="host waits for stream"):
                 waits = [device.mark(item.stream, rows)]
-            case Order(kind="host all"):
+            case Order(kind="host waits for device"):
                 waits = [device.mark(stream, rows) for stream in list(device.streams)]
-            case StepEnd():
+            case Order(kind="step ends"):
                 ended.append((rows, device.mark(0, rows), host_s))
                 rows = _Rows()
+            case Order(kind=kind):
+                raise InternalError(f"the device knows no order {kind!r}")
         if waits:
             device.come_to(waits)
             host_s = max(host_s, device.now_s)

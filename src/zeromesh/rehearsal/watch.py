@@ -15,7 +15,7 @@ from zeromesh.cost.collective import FREE, Operation
 from zeromesh.rehearsal.hardware import Hardware
 from zeromesh.rehearsal.places import Places
 from zeromesh.rehearsal.result import COMPUTE, Call
-from zeromesh.rehearsal.timeline import Communication, Issued, Kernel, Order, OrderKind, StepEnd
+from zeromesh.rehearsal.timeline import STEP_ENDS, Communication, Issued, Kernel, Order
 from zeromesh.simdev import recorder
 from zeromesh.strategy import Axis
 
@@ -27,15 +27,6 @@ _NOTHING = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::set_", "at
 
 _COPIES = ("copy to the host", "copy from the host")
 """The device's words for them."""
-
-_ORDERS: dict[str, OrderKind] = {
-    "record": "record",
-    "wait": "wait",
-    "host waits for event": "host event",
-    "host waits for stream": "host stream",
-    "host waits for device": "host all",
-}
-"""The device's words for orders, and the timeline's."""
 
 _OPERATIONS: tuple[Operation, ...] = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 """The device's operations that the cost model knows by the same names; all others count as all-to-all."""
@@ -81,7 +72,7 @@ class Watch:
         """It has ended."""
         self.host_s += time.process_time() - self._left_s
         self.step_s += self.host_s
-        self.issued.append(StepEnd(at_s=self.host_s))
+        self.issued.append(Order(at_s=self.host_s, kind=STEP_ENDS))
         self._left_s = time.process_time()
 
     def __call__(self, entry: recorder.Entry) -> None:
@@ -92,7 +83,7 @@ class Watch:
             case recorder.Collective():
                 self._collective(entry)
             case recorder.Order():
-                order = Order(at_s=self.host_s, kind=_ORDERS[entry.kind], stream=entry.stream, event=entry.event)
+                order = Order(at_s=self.host_s, kind=entry.kind, stream=entry.stream, event=entry.event)
                 self.issued.append(order)
         self._left_s = time.process_time()
 

@@ -26,7 +26,7 @@ def meta(*sizes, dtype=torch.bfloat16):
 
 @pytest.fixture(scope="module")
 def hardware() -> Hardware:
-    return Hardware.of(find_cluster("a800-8x-hdr").take(64))
+    return Hardware(find_cluster("a800-8x-hdr").take(64))
 
 
 def test_seconds_of_products_and_attention(hardware: Hardware) -> None:

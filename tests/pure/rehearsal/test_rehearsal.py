@@ -16,7 +16,7 @@ from zeromesh.rehearsal import launch
 from zeromesh.rehearsal.compare import failures_of
 from zeromesh.rehearsal.launch import rehearse_config
 from zeromesh.rehearsal.result import Call, HostRead, Launches, Memory, Peak, Place, Rehearsal
-from zeromesh.rehearsal.timeline import Communication, Issued, Kernel, Order, StepEnd, TimedStep, replay
+from zeromesh.rehearsal.timeline import STEP_ENDS, Communication, Issued, Kernel, Order, TimedStep, replay
 from zeromesh.trace import MemoryLine, TrafficLine
 
 
@@ -111,7 +111,7 @@ def after(event: int, of: int, stream: int) -> list[Order]:
 
 def run(*issued: Issued, **options: Any) -> TimedStep:
     at_s = issued[-1].at_s
-    (step,) = replay([*issued, StepEnd(at_s=at_s)], label="", **options)
+    (step,) = replay([*issued, Order(at_s=at_s, kind=STEP_ENDS)], label="", **options)
     return step
 
 
@@ -139,7 +139,7 @@ def test_a_device_waits_for_what_is_not_there_yet() -> None:
 
 def test_a_host_that_reads_no_longer_runs_ahead() -> None:
     """Both kernels are issued in the first second; the read lets the host issue the second one when the first ends."""
-    read = Order(at_s=0.5, kind="host stream", stream=0)
+    read = Order(at_s=0.5, kind="host waits for stream", stream=0)
     assert run(kernel(5.0), kernel(1.0, IN_BACKWARD, at_s=1.0)).seconds == 6.0
     assert run(kernel(5.0), read, kernel(1.0, IN_BACKWARD, at_s=1.0)).seconds == 6.5
 
@@ -158,7 +158,7 @@ def test_collectives_share_links_and_slow_kernels_down() -> None:
 
 
 def test_a_step_begins_where_the_computation_has_ended_the_one_before() -> None:
-    end = StepEnd(at_s=0.0)
+    end = Order(at_s=0.0, kind=STEP_ENDS)
     first, second = replay([kernel(2.0), gather(0.0, 9.0), end, *after(3, of=1, stream=0), kernel(1.0), end], label="")
     assert (first.seconds, second.seconds) == (2.0, 8.0)
     assert second.trace.seconds(kind="wait") == 7.0
