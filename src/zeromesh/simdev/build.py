@@ -16,12 +16,15 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from zeromesh.errors import InputError
+
+T = TypeVar("T")
 
 SOURCES = Path(__file__).parent / "native"
 FLAGS = ("-O1", "-DNDEBUG")
@@ -47,6 +50,11 @@ def native() -> Any:
         built = _build(directory)
         (directory / DONE).touch()
         return built
+
+
+def as_value(kind: type[T], found: Any) -> T:
+    """The dataclass `kind` of one of the device's structures, which has fields of the same names."""
+    return kind(**{field.name: getattr(found, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
 def missing() -> str | None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from zeromesh.errors import InputError
-from zeromesh.simdev.build import native
+from zeromesh.simdev.build import as_value, native
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +77,7 @@ class HostRead:
 
     operation: str
     stream: int
-    stack: tuple[str, ...]
+    stack: list[str]
     size_bytes: int
 
     @property
@@ -121,19 +120,19 @@ class Checker:
 
     @property
     def races(self) -> list[Race]:
-        return list(dict.fromkeys(map(_race, native().races())))
+        return list(dict.fromkeys(as_value(Race, found) for found in native().races()))
 
     @property
     def early_frees(self) -> list[EarlyFree]:
-        return list(dict.fromkeys(map(_early_free, native().early_frees())))
+        return list(dict.fromkeys(as_value(EarlyFree, found) for found in native().early_frees()))
 
     @property
     def host_reads(self) -> list[HostRead]:
-        return [_host(HostRead, found) for found in native().host_reads()]
+        return [as_value(HostRead, found) for found in native().host_reads()]
 
     @property
     def host_waits(self) -> list[HostWait]:
-        return [_host(HostWait, found) for found in native().host_waits()]
+        return [as_value(HostWait, found) for found in native().host_waits()]
 
     @property
     def checked(self) -> int:
@@ -142,31 +141,3 @@ class Checker:
 
 def _verb(writes: bool) -> str:
     return "writes" if writes else "reads"
-
-
-def _race(found: Any) -> Race:
-    return Race(
-        operation=found.what,
-        where=found.where,
-        stream=found.stream,
-        writes=found.writes,
-        earlier_operation=found.other,
-        earlier_where=found.other_where,
-        earlier_stream=found.other_stream,
-        earlier_writes=found.other_writes,
-    )
-
-
-def _early_free(found: Any) -> EarlyFree:
-    return EarlyFree(
-        size_bytes=found.bytes,
-        where=found.where,
-        stream=found.stream,
-        earlier_operation=found.other,
-        earlier_where=found.other_where,
-        earlier_stream=found.other_stream,
-    )
-
-
-def _host(kind: type[HostRead], found: Any) -> Any:
-    return kind(operation=found.what, stream=found.stream, stack=tuple(found.stack), size_bytes=found.bytes)

@@ -15,7 +15,7 @@ from torch.utils import backend_registration
 
 from zeromesh.errors import InputError
 from zeromesh.simdev import module
-from zeromesh.simdev.build import native
+from zeromesh.simdev.build import as_value, native
 from zeromesh.simdev.groups import COUNTING, register_backends
 
 NAME = "simdev"
@@ -158,18 +158,7 @@ def memory_stats(*, host: bool = False) -> MemoryStats:
         host: of the host of a virtual device instead: memory that was asked for as the host's, and results of
             operators on it.
     """
-    stats = native().memory_stats(host)
-    return MemoryStats(
-        allocated_bytes=stats.allocated,
-        peak_allocated_bytes=stats.peak_allocated,
-        rounded_bytes=stats.rounded,
-        peak_rounded_bytes=stats.peak_rounded,
-        reserved_bytes=stats.reserved,
-        peak_reserved_bytes=stats.peak_reserved,
-        blocks=stats.blocks,
-        segments=stats.segments,
-        retries=stats.retries,
-    )
+    return as_value(MemoryStats, native().memory_stats(host))
 
 
 @contextmanager

@@ -118,19 +118,19 @@ def set_rng_state(state: Tensor, device: DeviceLike = None) -> None:
 
 
 def memory_allocated(device: DeviceLike = None) -> int:
-    return int(native().memory_stats().rounded)
+    return int(native().memory_stats().rounded_bytes)
 
 
 def max_memory_allocated(device: DeviceLike = None) -> int:
-    return int(native().memory_stats().peak_rounded)
+    return int(native().memory_stats().peak_rounded_bytes)
 
 
 def memory_reserved(device: DeviceLike = None) -> int:
-    return int(native().memory_stats().reserved)
+    return int(native().memory_stats().reserved_bytes)
 
 
 def max_memory_reserved(device: DeviceLike = None) -> int:
-    return int(native().memory_stats().peak_reserved)
+    return int(native().memory_stats().peak_reserved_bytes)
 
 
 def memory_stats(device: DeviceLike = None) -> dict[str, Any]:

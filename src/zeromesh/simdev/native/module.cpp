@@ -14,15 +14,15 @@ namespace {
 
 void bind_findings(py::module& m) {
   py::class_<Finding>(m, "Finding")
-      .def_readonly("what", &Finding::what)
+      .def_readonly("operation", &Finding::what)
       .def_readonly("where", &Finding::where)
-      .def_readonly("other", &Finding::other)
-      .def_readonly("other_where", &Finding::other_where)
+      .def_readonly("earlier_operation", &Finding::other)
+      .def_readonly("earlier_where", &Finding::other_where)
       .def_readonly("stream", &Finding::stream)
-      .def_readonly("other_stream", &Finding::other_stream)
+      .def_readonly("earlier_stream", &Finding::other_stream)
       .def_readonly("writes", &Finding::writes)
-      .def_readonly("other_writes", &Finding::other_writes)
-      .def_readonly("bytes", &Finding::bytes)
+      .def_readonly("earlier_writes", &Finding::other_writes)
+      .def_readonly("size_bytes", &Finding::bytes)
       .def_readonly("stack", &Finding::stack);
   m.def("set_passed_over", &checker::set_passed_over);
   m.def("start_checking", &checker::start);
@@ -37,12 +37,12 @@ void bind_findings(py::module& m) {
 
 void bind_memory(py::module& m) {
   py::class_<Stats>(m, "Stats")
-      .def_readonly("allocated", &Stats::allocated)
-      .def_readonly("peak_allocated", &Stats::peak_allocated)
-      .def_readonly("rounded", &Stats::rounded)
-      .def_readonly("peak_rounded", &Stats::peak_rounded)
-      .def_readonly("reserved", &Stats::reserved)
-      .def_readonly("peak_reserved", &Stats::peak_reserved)
+      .def_readonly("allocated_bytes", &Stats::allocated)
+      .def_readonly("peak_allocated_bytes", &Stats::peak_allocated)
+      .def_readonly("rounded_bytes", &Stats::rounded)
+      .def_readonly("peak_rounded_bytes", &Stats::peak_rounded)
+      .def_readonly("reserved_bytes", &Stats::reserved)
+      .def_readonly("peak_reserved_bytes", &Stats::peak_reserved)
       .def_readonly("blocks", &Stats::blocks)
       .def_readonly("segments", &Stats::segments)
       .def_readonly("retries", &Stats::retries);
