@@ -37,7 +37,7 @@ from zeromesh.engine.optim import updates
 from zeromesh.schedule.program import PointKind
 from zeromesh.schedule.transfer import COPIES
 from zeromesh.strategy.stage import HOST
-from zeromesh.trace import Event, Kind, Trace
+from zeromesh.trace import Event, Trace
 
 
 class record_trace:  # used as a function that is also a context
@@ -112,21 +112,6 @@ class _Place:
 
     step: int = 0
     micro_batch: int = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """An event whose times are marks."""
-
-    place: _Place
-    name: str
-    kind: Kind
-    resource: str
-    start: Any
-    end: Any
-    unit: str | None
-    axis: str | None = None
-    sent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +210,7 @@ class _Recorder:
         self.clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
         self.place = _Place()
         self.lane = _InLane()
-        self._entries: list[_Entry] = []
+        self._events: list[tuple[int, Event]] = []  # with the step; their times are marks of the clock
         self._names = [unit.name for unit in engine.schedule.units]
         self._slice: tuple[str, str | None, Any] | None = None
         self._calls: list[int] = []
@@ -308,19 +293,19 @@ class _Recorder:
     # ---- calls that pass
 
     def communicated(self, step: _Timed, start: Any, sent_bytes: int) -> None:
-        self._entries.append(
-            _Entry(
-                place=self.lane.place,
-                name=step.name,
-                kind="communicate",
-                resource=f"{self.lane.name}/{step.axis}",
-                start=start,
-                end=self.clock.mark(),
-                unit=step.unit,
-                axis=step.axis,
-                sent_bytes=sent_bytes,
-            )
+        end: Any = self.clock.mark()
+        event = Event(
+            name=step.name,
+            kind="communicate",
+            resource=f"{self.lane.name}/{step.axis}",
+            start_s=start,
+            end_s=end,
+            unit=step.unit,
+            micro_batch=self.lane.place.micro_batch,
+            axis=step.axis,
+            sent_bytes=sent_bytes,
         )
+        self._events.append((self.lane.place.step, event))
 
     def waited(self, label: str, wait: Callable[[], None]) -> None:
         """Runs `wait` outside the slice that it interrupts."""
@@ -391,9 +376,11 @@ class _Recorder:
             self._add(name, "compute", start, self.clock.mark() if mark is None else mark, unit)
 
     def _add(self, name: str, kind: Literal["compute", "wait"], start: Any, end: Any, unit: str | None) -> None:
-        self._entries.append(
-            _Entry(place=self.place, name=name, kind=kind, resource="compute", start=start, end=end, unit=unit)
+        place, row = self.place, "compute"
+        event = Event(
+            name=name, kind=kind, resource=row, start_s=start, end_s=end, unit=unit, micro_batch=place.micro_batch
         )
+        self._events.append((place.step, event))
 
     # ---- afterwards
 
@@ -402,24 +389,11 @@ class _Recorder:
         strategy, rank = self.engine.schedule.strategy, self.engine.control.rank
         label = f"{strategy} (measured, rank {rank})"
         found: list[list[Event]] = [[] for _ in self._starts]
-        for entry in self._entries:
-            found[entry.place.step].append(self._event(entry))
+        for step, event in self._events:
+            start_s, end_s = (self.clock.seconds(self._starts[step], mark) for mark in (event.start_s, event.end_s))
+            found[step].append(replace(event, start_s=start_s, end_s=end_s))
         complete = found[:-1]
         return tuple(
             Trace(label=label, events=tuple(sorted(events, key=lambda event: (event.start_s, event.resource))))
             for events in complete
-        )
-
-    def _event(self, entry: _Entry) -> Event:
-        since = self._starts[entry.place.step]
-        return Event(
-            name=entry.name,
-            kind=entry.kind,
-            resource=entry.resource,
-            start_s=self.clock.seconds(since, entry.start),
-            end_s=self.clock.seconds(since, entry.end),
-            unit=entry.unit,
-            micro_batch=entry.place.micro_batch,
-            axis=entry.axis,
-            sent_bytes=entry.sent_bytes,
         )
