@@ -17,7 +17,7 @@ from zeromesh.simulator.division import Division
 from zeromesh.simulator.few import simulate_few
 from zeromesh.simulator.mechanics import Mechanics, find_engine
 from zeromesh.simulator.result import Simulation
-from zeromesh.simulator.run import simulate_divided, static_memory
+from zeromesh.simulator.run import Setups, setups_of, simulate_divided
 from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.collective import AUTO
 from zeromesh.units import format_seconds
@@ -171,17 +171,20 @@ class Evaluator:
         return self._bounds[key]
 
     def static_bytes(self, strategy: Strategy, parallel: Parallel) -> float:
-        """Memory of every choice with `strategy`, without activations."""
+        """Memory of every choice with `strategy`, without activations, on the first rank of a pipeline."""
         work = self.workload.fixed(1, Recomputation.NONE, parallel)
-        division = self.division(parallel)
-        return static_memory(division, strategy, work, engine=self.engine, constants=self.constants).total
+        setups = setups_of(self.division(parallel), strategy, work, self.engine, self.constants)
+        return setups[0][0].memory(0.0).total
+
+    def _setups(self, candidate: Candidate) -> Setups:
+        work = self.workload.fixed(candidate.micro_batch, candidate.recomputation, candidate.parallel)
+        division = self.division(candidate.parallel)
+        return setups_of(division, candidate.strategy, work, self.engine, self.constants)
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Step time and memory of `candidate`."""
         if candidate not in self._estimates:
-            work = self.workload.fixed(candidate.micro_batch, candidate.recomputation, candidate.parallel)
-            division = self.division(candidate.parallel)
-            found = simulate_few(division, candidate.strategy, work, engine=self.engine, constants=self.constants)
+            found = simulate_few(self._setups(candidate))
             if found is None:
                 whole = self.simulation(candidate)
                 found = whole.step_s, whole.memory.total, whole.host_memory_bytes
@@ -206,12 +209,6 @@ class Evaluator:
         """Everything about `candidate`; with a trace if `record`."""
         if record or candidate not in self._simulations:
             self._simulations[candidate] = simulate_divided(
-                self.division(candidate.parallel),
-                candidate.strategy,
-                self.workload.fixed(candidate.micro_batch, candidate.recomputation, candidate.parallel),
-                engine=self.engine,
-                constants=self.constants,
-                memory_margin=self.memory_margin,
-                record=record,
+                self._setups(candidate), memory_margin=self.memory_margin, record=record
             )
         return self._simulations[candidate]

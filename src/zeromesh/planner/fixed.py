@@ -10,6 +10,7 @@ from zeromesh.model.spec import ModelSpec
 from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
 from zeromesh.planner.search import bounded
+from zeromesh.planner.settings import settings_of
 from zeromesh.planner.space import STAGES, Block
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator.mechanics import Mechanics
@@ -65,27 +66,18 @@ def choices(evaluator: Evaluator, strategy: Strategy, parallel: Parallel = WHOLE
     With several wires on one level, a prefetch other than 1, parts or another engine, what is called a bound is only
     near one: still the order of the choices.
     """
-    world, axes = evaluator.division(parallel).cluster.world, evaluator.division(parallel).cluster.axes
-    layout = Layout.of(strategy.with_parts({}), axes)
+    layout = Layout.of(strategy.with_parts({}), evaluator.division(parallel).cluster.axes)
     host = strategy.host if strategy.percent == 100 else Stage.ZERO
     of_strategy = _wires(layout), strategy.collective, parallel, host
     block, (bounds, of_memory) = _one_row(layout), evaluator.bounds(*of_strategy)
     time, optimizer_s = bounds.time(block), bounds.optimizer_s(block)
     static, of_activations = evaluator.static_bytes(strategy, parallel), 1 + evaluator.constants.allocator_share
     choices = []
-    for recomputation in evaluator.workload.recomputations():
-        for micro_batch, micro_batches in evaluator.workload.splits(world, parallel):
-            compute = bounds.micro_batch_s(micro_batch, recomputation)
-            candidate = Candidate(
-                strategy=strategy,
-                micro_batch=micro_batch,
-                micro_batches=micro_batches,
-                recomputation=recomputation,
-                parallel=parallel,
-                bound_s=float(time.at(micro_batches, compute, optimizer_s)[0]),
-            )
-            activations = of_memory.memory.activation_bytes(micro_batch, recomputation)
-            choices.append((candidate, static + of_activations * activations))
+    for setting in settings_of(bounds, of_memory, parallel):
+        candidate = setting.candidate(
+            strategy, parallel, bound_s=float(time.at(setting.micro_batches, setting.compute, optimizer_s)[0])
+        )
+        choices.append((candidate, static + of_activations * setting.activation_bytes))
     return sorted(choices, key=lambda pair: pair[0].bound_s)
 
 

@@ -135,16 +135,10 @@ class Rows:
     stages: Integers
 
     def candidate(self, row: int) -> Candidate:
-        setting, bounds = self.setting, self.setting.bounds
+        bounds = self.setting.bounds
         strategy = self.space.strategy([int(column[row]) for column in self.indices], bounds.wires)
-        return Candidate(
-            strategy=replace(strategy, collective=bounds.collective, host=bounds.host),
-            micro_batch=setting.micro_batch,
-            micro_batches=setting.micro_batches,
-            recomputation=setting.recomputation,
-            parallel=self.parallel,
-            bound_s=float(self.step_s[row]),
-        )
+        strategy = replace(strategy, collective=bounds.collective, host=bounds.host)
+        return self.setting.candidate(strategy, self.parallel, float(self.step_s[row]))
 
 
 @dataclass(slots=True)

@@ -11,8 +11,9 @@ from zeromesh.errors import InputError
 from zeromesh.model.spec import Recomputation
 from zeromesh.parallel import Parallel
 from zeromesh.planner.bounds import Bounds
-from zeromesh.planner.evaluate import Evaluator
+from zeromesh.planner.evaluate import Candidate, Evaluator
 from zeromesh.planner.time_bound import ComputeSeconds
+from zeromesh.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +24,23 @@ class Setting:
     micro_batch: int
     micro_batches: int
     recomputation: Recomputation
+    activation_bytes: float
     extra_bytes: float  # activations and overhead
 
     @cached_property
     def compute(self) -> ComputeSeconds:
         return self.bounds.micro_batch_s(self.micro_batch, self.recomputation)
+
+    def candidate(self, strategy: Strategy, parallel: Parallel, bound_s: float) -> Candidate:
+        """A layout with it."""
+        return Candidate(
+            strategy=strategy,
+            micro_batch=self.micro_batch,
+            micro_batches=self.micro_batches,
+            recomputation=self.recomputation,
+            parallel=parallel,
+            bound_s=bound_s,
+        )
 
     @property
     def least_s(self) -> float:
@@ -57,6 +70,7 @@ def settings_of(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterat
                 micro_batch=micro_batch,
                 micro_batches=micro_batches,
                 recomputation=recomputation,
+                activation_bytes=activations,
                 extra_bytes=activations + overhead,
             )
 

@@ -5,35 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from math import lcm
 
-from zeromesh.cost.constants import Constants
 from zeromesh.model.spec import UnitKind
 from zeromesh.schedule.memory import REDUCE_SLOTS
 from zeromesh.schedule.program import PointKind
-from zeromesh.simulator.division import Division
-from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.memory import host_bytes
-from zeromesh.simulator.run import Setup, Step, setups_of
+from zeromesh.simulator.run import Setup, Setups, Step
 from zeromesh.simulator.steady import Repeats
-from zeromesh.simulator.workload import FixedWorkload
-from zeromesh.strategy import Strategy
 
 FEW_BLOCKS = 8
 """More than are in flight at once, prefetched, computing and being reduced, and than it takes to come to rest."""
 
 
-def simulate_few(
-    division: Division,
-    strategy: Strategy | str,
-    workload: FixedWorkload,
-    *,
-    engine: str | Mechanics = "zeromesh",
-    constants: Constants | None = None,
-) -> tuple[float, float, float] | None:
+def simulate_few(setups: Setups) -> tuple[float, float, float] | None:
     """Seconds of the step, bytes of memory and of the host's that `simulate_divided` finds; None where a few blocks do
     not tell."""
     found = []
-    for setup, idle_s in setups_of(division, strategy, workload, engine, constants):
-        step_s = _step_s(setup, idle_s, engine)
+    for setup, idle_s in setups:
+        step_s = _step_s(setup, idle_s)
         if step_s is None:
             return None
         activations = setup.activations()
@@ -43,7 +31,7 @@ def simulate_few(
     return step_s, memory, on_host
 
 
-def _step_s(setup: Setup, idle_s: float, engine: str | Mechanics) -> float | None:
+def _step_s(setup: Setup, idle_s: float) -> float | None:
     row = _row(setup)
     period = lcm(setup.schedule.layout.strategy.prefetch + 1, REDUCE_SLOTS)
     few = FEW_BLOCKS + (len(row) - FEW_BLOCKS) % period
@@ -52,7 +40,7 @@ def _step_s(setup: Setup, idle_s: float, engine: str | Mechanics) -> float | Non
     less = len(row) - few  # a block that is joined with the root is in no row
     units = [replace(u, count=u.count - less) if u.kind is UnitKind.BLOCK else u for u in setup.part.model.units]
     part = replace(setup.part, model=replace(setup.part.model, units=tuple(units)))
-    short = Setup.of(setup.division, part, setup.strategy, setup.workload, engine, setup.constants)
+    short = Setup.of(setup.division, part, setup.strategy, setup.workload, setup.mechanics, setup.constants)
     of_few = Repeats(row=row[:few], period=period)
     step = Step(short, False, idle_s, of_few)
     step.run()

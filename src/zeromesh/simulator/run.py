@@ -7,7 +7,7 @@ states have equal futures.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -86,21 +86,15 @@ def simulate(
         ConfigError: unknown engine, or a batch that does not divide.
     """
     division = Division.of(model, cluster, workload.parallel, seq_len=workload.seq_len)
-    return simulate_divided(
-        division, strategy, workload, engine=engine, constants=constants, memory_margin=memory_margin, record=record
-    )
+    setups = setups_of(division, strategy, workload, engine, constants)
+    return simulate_divided(setups, memory_margin=memory_margin, record=record)
 
 
-def simulate_divided(
-    division: Division,
-    strategy: Strategy | str,
-    workload: FixedWorkload,
-    *,
-    engine: str | Mechanics = "zeromesh",
-    constants: Constants | None = None,
-    memory_margin: float = DEFAULT_MARGIN,
-    record: bool = False,
-) -> Simulation:
+Setups = Sequence[tuple["Setup", float]]
+"""The setup and the idle seconds of each kind of pipeline rank; one pair where there is no pipeline."""
+
+
+def simulate_divided(setups: Setups, *, memory_margin: float = DEFAULT_MARGIN, record: bool = False) -> Simulation:
     """`simulate` of parts that are cut already, each kind of rank of a pipeline by itself.
 
     A rank is idle for the time of one micro-batch on all the others (`Parallel.bubble_s`); with equal ranks that is the
@@ -108,9 +102,10 @@ def simulate_divided(
     (m - 1) * longest + sum of all.
     """
     found = []
-    for setup, idle_s in setups_of(division, strategy, workload, engine, constants):
+    for setup, idle_s in setups:
         step = Step(setup, record, idle_s)
         found.append(_result(setup, step, step.run(), memory_margin))
+    division = setups[0][0].division
     if len(found) == 1 and division.parallel.pp == 1:
         return found[0]
     slowest, fullest = max(found, key=lambda one: one.step_s), max(found, key=lambda one: one.memory.total)
@@ -125,27 +120,14 @@ def setups_of(
     division: Division,
     strategy: Strategy | str,
     workload: FixedWorkload,
-    engine: str | Mechanics,
-    constants: Constants | None,
-) -> Iterator[tuple[Setup, float]]:
-    """The setup of each kind of pipeline rank, and its idle seconds."""
-    setups = [Setup.of(division, part, strategy, workload, engine, constants) for part in division.parts]
-    if division.parallel.pp == 1:  # no others to wait for; a search comes here thousands of times
-        return iter([(setup, 0.0) for setup in setups])
-    return zip(setups, idle_seconds(division, [setup.micro_batch_s() for setup in setups]), strict=True)
-
-
-def static_memory(
-    division: Division,
-    strategy: Strategy | str,
-    workload: FixedWorkload,
-    *,
     engine: str | Mechanics = "zeromesh",
     constants: Constants | None = None,
-) -> MemoryBytes:
-    """Memory of `simulate_divided` without activations, on the first rank of a pipeline; micro-batch and recomputation
-    do not change it."""
-    return Setup.of(division, division.parts[0], strategy, workload, engine, constants).memory(0.0)
+) -> Setups:
+    """The setups of a step, as `simulate` describes it, on parts that are cut already."""
+    setups = [Setup.of(division, part, strategy, workload, engine, constants) for part in division.parts]
+    if division.parallel.pp == 1:  # no others to wait for; a search comes here thousands of times
+        return [(setup, 0.0) for setup in setups]
+    return list(zip(setups, idle_seconds(division, [setup.micro_batch_s() for setup in setups]), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from zeromesh.planner.workload import Workload
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.few import simulate_few
 from zeromesh.simulator.mechanics import ENGINES
-from zeromesh.simulator.run import simulate_divided
+from zeromesh.simulator.run import setups_of, simulate_divided
 from zeromesh.simulator.workload import FixedWorkload
 
 OPTIONS = ["", ";prefetch=0", ";prefetch=3", ";overlap=none", ";overlap=gather", ";collective=ho_ring"]
@@ -53,9 +53,10 @@ def test_what_few_blocks_tell_is_what_all_do(data: st.DataObject) -> None:
     strategy = f"{space.strategy([int(c[row]) for c in block.indices], wires)}{data.draw(st.sampled_from(OPTIONS))}"
     engine = data.draw(st.sampled_from(KINDS))
     constants = default_constants().at("host_issue_s", data.draw(st.sampled_from([0.0, 0.0, 1e-5, 1e-4, 1e-3])))
-    found = simulate_few(division, strategy, work, engine=engine, constants=constants)
+    setups = setups_of(division, strategy, work, engine, constants)
+    found = simulate_few(setups)
     if found is not None:
-        whole = simulate_divided(division, strategy, work, engine=engine, constants=constants)
+        whole = simulate_divided(setups)
         assert found == pytest.approx((whole.step_s, whole.memory.total, whole.host_memory_bytes), rel=1e-9), strategy
 
 
@@ -78,14 +79,16 @@ def llama_divided(pp: int = 1, model: str = "llama-7b") -> tuple[Division, Fixed
 def test_few_blocks_tell_where_computation_is_the_bound(strategy: str, pp: int) -> None:
     """So that plans need not simulate all of them."""
     division, work = llama_divided(pp)
-    found, whole = simulate_few(division, strategy, work), simulate_divided(division, strategy, work)
+    setups = setups_of(division, strategy, work)
+    found, whole = simulate_few(setups), simulate_divided(setups)
     assert found == pytest.approx((whole.step_s, whole.memory.total, whole.host_memory_bytes), rel=1e-9)
 
 
 @pytest.mark.parametrize("strategy", ["node=2,cluster=2", "node=1,cluster=0", "node=3,cluster=1"])
 def test_a_rank_in_the_middle_of_a_pipeline_joins_its_first_block_with_the_root(strategy: str) -> None:
     division, work = llama_divided(4, "llama-65b")
-    found, whole = simulate_few(division, strategy, work), simulate_divided(division, strategy, work)
+    setups = setups_of(division, strategy, work)
+    found, whole = simulate_few(setups), simulate_divided(setups)
     assert found == pytest.approx((whole.step_s, whole.memory.total, whole.host_memory_bytes), rel=1e-9)
 
 
@@ -93,10 +96,10 @@ def test_few_blocks_do_not_tell_what_waits_for_the_end_of_a_backward() -> None:
     """Each of more blocks would add to it."""
     division, work = llama_divided()
     deferring = replace(ENGINES["zeromesh"], overlap_boundary=False)
-    assert simulate_few(division, "node=1,cluster=0", work, engine=deferring) is None
+    assert simulate_few(setups_of(division, "node=1,cluster=0", work, deferring)) is None
     for strategy in ("node=1,cluster=0", "node=2,cluster=1", "node=3,cluster=1"):
-        found = simulate_few(division, strategy, work, engine=deferring)
-        whole = simulate_divided(division, strategy, work, engine=deferring)
+        setups = setups_of(division, strategy, work, deferring)
+        found, whole = simulate_few(setups), simulate_divided(setups)
         assert found is None or found == pytest.approx(
             (whole.step_s, whole.memory.total, whole.host_memory_bytes), rel=1e-9
         )
