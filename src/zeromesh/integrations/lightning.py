@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -343,36 +344,27 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         result = closure()
         return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
 
-    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A step is a forward of the whole module, whose own parameters are gathered for it; one that the module
-        optimises itself is a method, since it has backwards and optimizers' steps inside."""
+    def _step(self, name: str, context: str, *args: Any, **kwargs: Any) -> Any:
+        """A step, in a context of the precision plugin's, is a forward of the whole module, whose own parameters are
+        gathered for it; one that the module optimises itself is a method, since it has backwards and optimizers' steps
+        inside."""
         module = self.lightning_module
-        if name == "training_step" and not module.automatic_optimization:
-            return module.training_step(*args, **kwargs)
         forward = module.forward
 
         def step(*args: Any, **kwargs: Any) -> Any:
             module.forward = forward  # which the step may call
             return getattr(module, name)(*args, **kwargs)
 
-        module.forward = step
-        return module(*args, **kwargs)
+        with getattr(self.precision_plugin, context)():
+            if name == "training_step" and not module.automatic_optimization:
+                return module.training_step(*args, **kwargs)
+            module.forward = step
+            return module(*args, **kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self._step("training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._step("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._step("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._step("predict_step", *args, **kwargs)
+    training_step = partialmethod(_step, "training_step", "train_step_context")
+    validation_step = partialmethod(_step, "validation_step", "val_step_context")
+    test_step = partialmethod(_step, "test_step", "test_step_context")
+    predict_step = partialmethod(_step, "predict_step", "predict_step_context")
 
     # ---- checkpoints
 

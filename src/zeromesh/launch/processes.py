@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO
 
 from zeromesh.errors import ConfigError, RanksFailedError
@@ -35,12 +34,11 @@ _DRAIN_S = 1.0  # who left a rank's group may hold its pipe open for ever
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One process to start: program and arguments, its whole environment, its directory (None: the caller's)."""
+    """One process to start: program and arguments, and its whole environment."""
 
     rank: int
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    cwd: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +177,6 @@ class _Job:
         process = subprocess.Popen(
             ("setpriv", "--pdeathsig", "KILL", *launch.argv),
             env=dict(launch.env),
-            cwd=launch.cwd,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

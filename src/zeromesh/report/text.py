@@ -20,9 +20,9 @@ from zeromesh.units import format_bytes, format_seconds
 _COLOURS = {"chosen": "green", "slower": "yellow", "excluded": "red"}
 
 
-def print_plan(planned: Planned, then: Sequence[tuple[str, Planned]] = (), *, console: Console | None = None) -> None:
+def print_plan(planned: Planned, then: Sequence[tuple[str, Planned]] = ()) -> None:
     """The best, the best `then`, candidates, memory, traffic and the why."""
-    console = console or Console()
+    console = Console()
     cluster = planned.cluster
     console.print(
         f"[bold]{planned.model.name}[/bold] on {cluster.world} x {cluster.device.name} "
@@ -39,9 +39,9 @@ def print_plan(planned: Planned, then: Sequence[tuple[str, Planned]] = (), *, co
     console.print(Text(search_note(planned), style="dim"))
 
 
-def print_simulation(choices: Sequence[Choice], cluster: Cluster, console: Console | None = None) -> None:
+def print_simulation(choices: Sequence[Choice], cluster: Cluster) -> None:
     """One strategy: time, memory and traffic of its first choice, beside the others."""
-    console = console or Console()
+    console = Console()
     choice = choices[0]
     console.print(f"{choice.simulation.engine} on {cluster.world} x {cluster.device.name} of {cluster.name}")
     _candidates(console, choices)

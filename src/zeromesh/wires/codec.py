@@ -57,13 +57,11 @@ class TorchCodec(Codec):
             yield message
 
     def dequantise_each(self, messages: Sequence[Tensor], targets: Sequence[Tensor], *, skipped: int = -1) -> None:
-        """See `Codec`."""
         for rank, (message, target) in enumerate(zip(messages, targets, strict=True)):
             if rank != skipped:
                 self.dequantise(message, target)
 
     def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
-        """See `Codec`."""
         values = self._whole(source.numel())
         numel, message = source.numel(), message[: self._form.message_bytes(source.numel())]
         values[:numel].copy_(source)
@@ -77,11 +75,9 @@ class TorchCodec(Codec):
         residual.sub_(values[:numel]).nan_to_num_(0.0, 0.0, 0.0)
 
     def dequantise(self, message: Tensor, target: Tensor) -> None:
-        """See `Codec`."""
         target.copy_(self._decoded(message, target.numel()))
 
     def reduce(self, messages: Tensor, own: Tensor, own_index: int, target: Target, part: slice) -> None:
-        """See `Codec`."""
         target.store(self._sum(messages, own, own_index), part, self._values[: own.numel()])
 
     def requantise(
@@ -94,7 +90,6 @@ class TorchCodec(Codec):
         message: Tensor,
         residual: Tensor | None = None,
     ) -> None:
-        """See `Codec`."""
         self.quantise(self._sum(messages, own, own_index).mul_(target.scale), message, residual)
         self.dequantise(message, target.out[part])
 

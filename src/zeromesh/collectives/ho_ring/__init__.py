@@ -53,7 +53,6 @@ class HoRing(ByLevel):
         return tuple(groups)
 
     def bind(self, route: Route, steps: Sequence[Step]) -> tuple[Step, ...]:
-        """See `ByLevel`."""
         left = iter(steps)
         grouped = self.grouped(route, messages=all(step.groups[0].transport.messages for step in steps))
         return tuple(reduce(self._join, islice(left, len(together))) for together in grouped)

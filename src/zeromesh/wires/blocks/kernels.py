@@ -318,7 +318,6 @@ class TritonQuantiser(Codec):
             )  # fmt: skip
 
     def reduce(self, messages: Tensor, own: Tensor, own_index: int, target: Target, part: slice) -> None:
-        """See `Codec`."""
         codes, scales = split(self.form, messages[0], self.form.blocks(own.numel()))
         blocks = len(codes)
         if blocks:
@@ -338,7 +337,6 @@ class TritonQuantiser(Codec):
         message: Tensor,
         residual: Tensor | None = None,
     ) -> None:
-        """See `Codec`."""
         codes, scales = split(self.form, messages[0], self.form.blocks(own.numel()))
         sum_codes, sum_scales = split(self.form, message, self.form.blocks(own.numel()))
         blocks = len(codes)

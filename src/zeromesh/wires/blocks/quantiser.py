@@ -51,7 +51,6 @@ class Quantiser(TorchCodec):
         self._generator = generator
 
     def encode(self, values: Tensor, message: Tensor, *, restore: bool) -> None:
-        """See `TorchCodec`."""
         rows = values.view(-1, self.form.block)
         codes, scales = split(self.form, message, len(rows))
         rows.mul_(self._scale(rows, scales))
@@ -61,7 +60,6 @@ class Quantiser(TorchCodec):
             rows.mul_(scales)
 
     def decode(self, message: Tensor, values: Tensor) -> None:
-        """See `TorchCodec`."""
         rows = values.view(-1, self.form.block)
         codes, scales = split(self.form, message, len(rows))
         if self.form.bits == 8:
