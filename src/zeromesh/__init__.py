@@ -10,34 +10,36 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeromesh.api import plan, simulate
-    from zeromesh.checkpoint.checkpoints import Checkpoints
-    from zeromesh.checkpoint.full_state import full_state_dict, load_full_state_dict
-    from zeromesh.checkpoint.huggingface import load_safetensors, save_safetensors
-    from zeromesh.checkpoint.redistribute import copy_values
-    from zeromesh.engine.parked import parked
-    from zeromesh.engine.steps import (
-        accumulate,
-        clip_grad_norm_,
-        refresh,
-        register_forward_method,
-        sum_over_ranks,
-        zero_grad,
-    )
-    from zeromesh.engine.vouched import elementwise
-    from zeromesh.integrations.loading import from_pretrained
-    from zeromesh.integrations.pipelining import pipeline
-    from zeromesh.observe.record import record_trace
-    from zeromesh.observe.replicas import check_replicas
-    from zeromesh.observe.report import memory_report, traffic_report
-    from zeromesh.owners.optimizer import by_owner
-    from zeromesh.planner.workload import Workload
-    from zeromesh.rehearsal.own import rehearse
-    from zeromesh.sharding import shard
-    from zeromesh.sharding.value import Sharding
-    from zeromesh.strategy import Strategy
-    from zeromesh.strategy.parts import Part
-    from zeromesh.strategy.plan import Plan
+    from zeromesh.api import plan as plan
+    from zeromesh.api import simulate as simulate
+    from zeromesh.checkpoint.checkpoints import Checkpoints as Checkpoints
+    from zeromesh.checkpoint.full_state import full_state_dict as full_state_dict
+    from zeromesh.checkpoint.full_state import load_full_state_dict as load_full_state_dict
+    from zeromesh.checkpoint.huggingface import load_safetensors as load_safetensors
+    from zeromesh.checkpoint.huggingface import save_safetensors as save_safetensors
+    from zeromesh.checkpoint.redistribute import copy_values as copy_values
+    from zeromesh.engine.parked import parked as parked
+    from zeromesh.engine.steps import accumulate as accumulate
+    from zeromesh.engine.steps import clip_grad_norm_ as clip_grad_norm_
+    from zeromesh.engine.steps import refresh as refresh
+    from zeromesh.engine.steps import register_forward_method as register_forward_method
+    from zeromesh.engine.steps import sum_over_ranks as sum_over_ranks
+    from zeromesh.engine.steps import zero_grad as zero_grad
+    from zeromesh.engine.vouched import elementwise as elementwise
+    from zeromesh.integrations.loading import from_pretrained as from_pretrained
+    from zeromesh.integrations.pipelining import pipeline as pipeline
+    from zeromesh.observe.record import record_trace as record_trace
+    from zeromesh.observe.replicas import check_replicas as check_replicas
+    from zeromesh.observe.report import memory_report as memory_report
+    from zeromesh.observe.report import traffic_report as traffic_report
+    from zeromesh.owners.optimizer import by_owner as by_owner
+    from zeromesh.planner.workload import Workload as Workload
+    from zeromesh.rehearsal.own import rehearse as rehearse
+    from zeromesh.sharding import shard as shard
+    from zeromesh.sharding.value import Sharding as Sharding
+    from zeromesh.strategy import Strategy as Strategy
+    from zeromesh.strategy.parts import Part as Part
+    from zeromesh.strategy.plan import Plan as Plan
 
 __version__ = "0.1.0"
 
@@ -74,38 +76,7 @@ _HOMES = {
     "zero_grad": "zeromesh.engine.steps",
 }
 
-__all__ = [
-    "Checkpoints",
-    "Part",
-    "Plan",
-    "Sharding",
-    "Strategy",
-    "Workload",
-    "accumulate",
-    "by_owner",
-    "check_replicas",
-    "clip_grad_norm_",
-    "copy_values",
-    "elementwise",
-    "from_pretrained",
-    "full_state_dict",
-    "load_full_state_dict",
-    "load_safetensors",
-    "memory_report",
-    "parked",
-    "pipeline",
-    "plan",
-    "record_trace",
-    "refresh",
-    "register_forward_method",
-    "rehearse",
-    "save_safetensors",
-    "shard",
-    "simulate",
-    "sum_over_ranks",
-    "traffic_report",
-    "zero_grad",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
