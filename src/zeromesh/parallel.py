@@ -13,7 +13,7 @@ first). With one of each nothing is cut.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from zeromesh.errors import InputError, one_of
 
@@ -67,9 +67,6 @@ class Parallel:
             chunks = f", {self.pp_chunks} chunks" if self.pp_chunks > 1 else ""
             text += f" ({self.pp_schedule}{chunks})"
         return text if self.sequence_parallel or self.tp == 1 else f"{text} without sequence parallelism"
-
-    def to_json(self) -> dict[str, int | str | bool]:
-        return asdict(self)
 
     # Pipelines ------------------------------------------------------------------------------------------------------
 

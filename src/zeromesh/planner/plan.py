@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from zeromesh.cluster.cluster import Cluster
@@ -84,7 +84,7 @@ class Planned:
             "seconds": self.seconds,
             "why": [reason.to_json() for reason in self.why],
             "gap": self.found.gap,
-            "depends": self.depends and self.depends.to_json(),
+            "depends": self.depends and asdict(self.depends),
             "pruned_by_memory": self.found.pruned_memory,
             "simulated": self.found.simulated,
             "memory_limit_bytes": self.limit_bytes,
@@ -92,7 +92,7 @@ class Planned:
             "front": [
                 {
                     "strategy": str(point.candidate.strategy),
-                    "parallel": point.candidate.parallel.to_json(),
+                    "parallel": asdict(point.candidate.parallel),
                     "micro_batch": point.candidate.micro_batch,
                     "recomputation": point.candidate.recomputation.value,
                     "step_s": point.step_s,

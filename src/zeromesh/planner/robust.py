@@ -9,8 +9,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from zeromesh.cluster.cluster import Cluster
 from zeromesh.cost.constants import Provenance, provenance
@@ -59,9 +58,6 @@ class Dependence:
             f"the choice depends on {self.meaning}: if it is {self.end:.3g} instead of {self.value:.3g}, {self.faster} "
             f"takes {self.lost / (1 + self.lost):.1%} less time than {self.layout}"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def least_regret(

@@ -78,7 +78,7 @@ class OwnedTensors:
         mean = sum(self.owners.loads) / ranks
         return OwnersShare(
             optimizer=self.optimizer,
-            num_tensors=len(self.tensors),
+            tensors=len(self.tensors),
             ranks=ranks,
             balance=self.owners.balance,
             bound=self.owners.bound / mean if mean else 1.0,

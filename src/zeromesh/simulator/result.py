@@ -32,9 +32,6 @@ class PipelineRank:
     step_s: float
     memory_bytes: float
 
-    def to_json(self) -> dict[str, float]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnersShare:
@@ -42,7 +39,7 @@ class OwnersShare:
 
     Args:
         optimizer: muon or adamw.
-        num_tensors: that it steps on.
+        tensors: that it steps on.
         ranks: that share them.
         balance: the largest share of work, in times of the mean.
         bound: of the same, a lower bound for every choice.
@@ -52,7 +49,7 @@ class OwnersShare:
     """
 
     optimizer: str
-    num_tensors: int
+    tensors: int
     ranks: int
     balance: float
     bound: float
@@ -62,14 +59,11 @@ class OwnersShare:
 
     def __str__(self) -> str:
         return (
-            f"{self.optimizer} by owners: {self.num_tensors} tensors on {self.ranks} ranks; the busiest has "
+            f"{self.optimizer} by owners: {self.tensors} tensors on {self.ranks} ranks; the busiest has "
             f"{self.balance:.2f} times the mean's work (no choice is below {self.bound:.2f}); rank {self.fullest} of "
             f"them holds most, {format_bytes(self.held_bytes)} of states and values "
             f"(adamw on slices: {format_bytes(self.sliced_bytes)})"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return {"tensors" if name == "num_tensors" else name: value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +173,7 @@ class Simulation:
             "machine_memory_limit_bytes": self.machine_limit_bytes if isfinite(self.machine_limit_bytes) else None,
             "fits": self.fits,
             "axes": [asdict(axis) for axis in self.axes],
-            "owners": [share.to_json() for share in self.owners],
-            "parallel": self.parallel.to_json(),
-            "pipeline": [rank.to_json() for rank in self.ranks],
+            "owners": [asdict(share) for share in self.owners],
+            "parallel": asdict(self.parallel),
+            "pipeline": [asdict(rank) for rank in self.ranks],
         }
