@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from zeromesh.cluster.cluster import Cluster
 from zeromesh.planner.evaluate import Candidate, Evaluator
 from zeromesh.planner.fixed import fastest
-from zeromesh.planner.known import Known
 from zeromesh.simulator.result import Simulation
 from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.stage import DEFAULT_WIRE
@@ -66,19 +65,19 @@ class Reason:
         return asdict(self) | {"loses": [{"where": where, "seconds": seconds} for where, seconds in self.loses]}
 
 
-def explain(evaluator: Evaluator, best: Candidate, known: Iterable[Known]) -> list[Reason]:
+def explain(evaluator: Evaluator, best: Candidate, known: Mapping[str, Strategy]) -> list[Reason]:
     """The known strategies against the best, those of MiCS up to the first that fits."""
     reasons = []
     mics_fits = False
-    for each in known:
-        mics = each.name.startswith("MiCS")
+    for name, strategy in known.items():
+        mics = name.startswith("MiCS")
         if mics and mics_fits:
             continue
-        (choice,) = fastest(evaluator, each.strategy, best.parallel)
+        (choice,) = fastest(evaluator, strategy, best.parallel)
         fits = evaluator.simulation(choice).fits
-        reason = compare(evaluator, best, choice, each.name) if fits else _excluded(evaluator, choice, each.name)
+        reason = compare(evaluator, best, choice, name) if fits else _excluded(evaluator, choice, name)
         reasons.append(reason)
-        mics_fits |= (mics or each.name == "HSDP") and reason.outcome != "excluded"
+        mics_fits |= (mics or name == "HSDP") and reason.outcome != "excluded"
     return reasons
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from zeromesh.cluster.cluster import Cluster
+from zeromesh.cluster.level import Level
 from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.strategy import AxisStage
 
@@ -19,23 +21,14 @@ _BY_PRESET = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """A strategy with the name that people know."""
-
-    name: str
-    strategy: Strategy
-
-
-def known_strategies(cluster: Cluster) -> list[Known]:
-    """Those that differ on this mesh; levels of one member count as none."""
-    axes = [level.name for level in cluster.levels if level.size > 1]
-    found = [
-        Known(name=name, strategy=_with_others(Strategy.parse(preset, axes), cluster))
-        for name, preset, least in _BY_PRESET
-        if len(axes) >= least
-    ]
-    return [*found, *_mics(cluster)]
+def known_strategies(cluster: Cluster) -> dict[str, Strategy]:
+    """By name, those that differ on this mesh; levels of one member count as none."""
+    levels = [level for level in cluster.levels if level.size > 1]
+    axes = [level.name for level in levels]
+    found = {name: Strategy.parse(preset, axes) for name, preset, least in _BY_PRESET if len(axes) >= least}
+    if len(levels) > 1:
+        found |= _mics(levels)
+    return {name: _with_others(strategy, cluster) for name, strategy in found.items()}
 
 
 def _with_others(strategy: Strategy, cluster: Cluster) -> Strategy:
@@ -45,14 +38,11 @@ def _with_others(strategy: Strategy, cluster: Cluster) -> Strategy:
     return replace(strategy, axes=tuple(terms))
 
 
-def _mics(cluster: Cluster) -> list[Known]:
+def _mics(levels: Sequence[Level]) -> dict[str, Strategy]:
     """MiCS (arXiv 2205.00119): everything sharded in a group of whole nodes, here of 2, 4, 8 ... of the outermost
     level's members; a group of one member is HSDP."""
-    levels = [level for level in cluster.levels if level.size > 1]
-    if len(levels) < 2:
-        return []
     *inner, outer = levels
     sizes = [2**power for power in range(1, 12) if 2**power < outer.size and outer.size % 2**power == 0]
     inside = "".join(f"{level.name}=3," for level in inner)
-    found = {size: Strategy.parse(f"{inside}{outer.name}[{size}]=3,{outer.name}[*]=0") for size in sizes}
-    return [Known(name=f"MiCS over {size}", strategy=_with_others(found[size], cluster)) for size in sizes]
+    group = {size: f"{inside}{outer.name}[{size}]=3,{outer.name}[*]=0" for size in sizes}
+    return {f"MiCS over {size}": Strategy.parse(strategy) for size, strategy in group.items()}

@@ -14,7 +14,7 @@ from zeromesh.parallel import Parallel
 from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
 from zeromesh.planner.explain import Reason, compare, explain
 from zeromesh.planner.fixed import fastest as fastest_choices
-from zeromesh.planner.known import Known, known_strategies
+from zeromesh.planner.known import known_strategies
 from zeromesh.planner.robust import CONTENDERS, Dependence, least_regret
 from zeromesh.planner.search import Found, Options, search
 from zeromesh.planner.simplest import WITHIN, as_simple, one_of_each_kind, simplest
@@ -183,23 +183,23 @@ def plan(
     parallel = found.best.candidate.parallel
     every = known_strategies(evaluator.division(parallel).cluster)
 
-    def known(host: Stage) -> list[Known]:
-        placed = (replace(each, strategy=replace(each.strategy, host=host)) for each in every)
-        return [
-            each
-            for each in placed
-            if refusal(each.strategy, parallel) is None
-            and (options.splits != "none" or len(each.strategy.axes) == len(each.strategy.names))
-        ]
+    def known(host: Stage) -> dict[str, Strategy]:
+        placed = {name: replace(strategy, host=host) for name, strategy in every.items()}
+        return {
+            name: strategy
+            for name, strategy in placed.items()
+            if refusal(strategy, parallel) is None
+            and (options.splits != "none" or len(strategy.axes) == len(strategy.names))
+        }
 
-    for each in known(found.best.candidate.strategy.host):
-        fastest_choices(evaluator, each.strategy, parallel)
+    for strategy in known(found.best.candidate.strategy.host).values():
+        fastest_choices(evaluator, strategy, parallel)
     if emit is None:
         _try_shares(evaluator, found)
     found = found.again(evaluator, options.wires)
     best = found.best
     if within > 0:
-        names = {each.strategy for host in HOSTS for each in known(host)}
+        names = {strategy for host in HOSTS for strategy in known(host).values()}
         best = simplest(evaluator, found, names, within, options.max_simulations)
         found = found.again(evaluator, options.wires)
     kinds = one_of_each_kind(evaluator, dict.fromkeys((best, found.best, *found.ranked)))

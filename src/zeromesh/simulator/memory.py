@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from zeromesh.model.spec import Recomputation, UnitKind, UnitSpec
@@ -155,13 +155,13 @@ class Activations:
         """The unit's backward has ended; `before` is `now` as it was when it was entered."""
         self._set(before - self._freed[unit], at_s)
 
-    def pass_through(self, returned: Collection[int], root: int = 0) -> None:
+    def pass_through(self) -> None:
         """One micro-batch, in the order of `zeromesh.schedule.step`, whenever things happen."""
-        inner = [unit for unit in range(len(self.specs)) if unit != root]
-        for unit in [*inner, root]:
+        root, *inner = range(len(self.specs))
+        for unit in (*inner, root):
             self.forward(unit, 0.0)
-        for unit in [root, *reversed(inner)]:
-            if unit in returned or unit == root:
+        for unit in (root, *reversed(inner)):
+            if self.specs[unit].returned or unit == root:
                 before = self.now
                 self.enter_backward(unit, 0.0)
                 self.leave_backward(unit, before, 0.0)

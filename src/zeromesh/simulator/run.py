@@ -218,14 +218,10 @@ class Setup:
             dynamic_bytes=dynamic_bytes,
         )
         found = memory_bytes(self.schedule, dynamic_bytes, overhead, planned=self.mechanics.planned)
-        params, optimizer = found.params + self.model.whole_bytes, found.optimizer + self._owned_bytes
-        return replace(found, params=params, optimizer=optimizer)
-
-    @property
-    def _owned_bytes(self) -> float:
-        """Largest memory for owned tensors on a rank, less AdamW's for their slices."""
+        # The rank that holds most of owned tensors has that instead of AdamW's states for their slices.
         most = max(map(sum, zip(*(each.held_bytes for each in self.owned), strict=True)), default=0.0)
-        return most - sum(each.sliced_bytes for each in self.owned)
+        owned = most - sum(each.sliced_bytes for each in self.owned)
+        return replace(found, params=found.params + self.model.whole_bytes, optimizer=found.optimizer + owned)
 
     @property
     def room_bytes(self) -> float:
@@ -239,15 +235,6 @@ class Setup:
     def by_part(self, values: Sequence[T]) -> tuple[T, ...]:
         """Values by unit, spread over the unit's parts."""
         return tuple(value for value, specs in zip(values, self.specs, strict=True) for _ in specs)
-
-    def recomputed(self) -> frozenset[int]:
-        """The parts whose forward is repeated in the backward, alone or joined with others."""
-        recomputation = self.workload.recomputation
-        return frozenset(index for index, spec in enumerate(self.parts()) if spec.recomputes(recomputation))
-
-    def returned(self) -> frozenset[int]:
-        """The parts that a backward comes back to."""
-        return frozenset(index for index, spec in enumerate(self.parts()) if spec.returned)
 
     def computations(self, collecting: Sequence[float]) -> list[Computation]:
         """The computation of each part, given the seconds for collecting its gradients."""
@@ -377,7 +364,9 @@ class Step:
         self.computations = setup.computations([later for _, later in collecting])
         self.saved_s = [later - first for first, later in collecting]
         self.units = setup.by_part(range(len(setup.specs)))
-        self.recomputed, self.returned = setup.recomputed(), setup.returned()
+        parts, recomputation = list(enumerate(setup.parts())), setup.workload.recomputation
+        self.recomputed = {index for index, part in parts if part.recomputes(recomputation)}
+        self.returned = {index for index, part in parts if part.returned}
         self.step_s = 0.0
         self._entered: dict[int, float] = {}
 
