@@ -11,7 +11,7 @@ def env() -> None:
     """Print versions, devices, and the environment variables of a run."""
     import torch
 
-    from zeromesh.comm.groups import SLOW_CTAS, shared_splits
+    from zeromesh.comm.nccl import SLOW_CTAS, shared_splits
     from zeromesh.launch.device import CPU, backend_for, device_name, set_variables, visible_devices
     from zeromesh.measure.setting import read_setting
 

@@ -24,37 +24,19 @@ it calls does.
 [Note: Dimensions] An axis that is a whole dimension of a device's mesh has a communicator already. The mesh's own is
 one of the two, unless they need options, or it is the one on which all ranks exchange words. Not on a CPU: there our
 collectives come from other threads than the user's, and ranks would not agree on the order.
-
-[Note: Options] NCCL's options depend on the level. Between machines, with one rank on each, a communicator feeds a
-network card. A few CTAs (blocks of a kernel) suffice for that, and the others stay with the computation. Devices that
-share NVLink with those of other machines have no such limit. Inside a machine, gathers of registered memory go by copy
-engines, without CTAs.
-
-[Note: Shared buffers] NCCL launches communicators that share buffers one after the other. So the two of an axis share
-them only if its gathers and reductions never run at once anyway. The one for reductions is then split off the one for
-gathers, and has as many CTAs: with fewer NCCL can crash (NVIDIA/nccl#2430). Only between machines: inside one the
-mesh's own takes the place of one of the two. A user can let all share (NCCL_COMM_SPLIT_SHARE_RESOURCES=1); then none
-has a limit of CTAs.
-
-[Note: Registered memory] A CUDA device's backend sends from registered memory, and receives into it, without staging.
-The memory is a pool of torch's allocator over the backend's own (`ncclMemAlloc`), registered with every communicator
-once. NCCL's kernels for NVLink and for sums inside switches need windows that are alike on all ranks. On other devices
-nothing is registered.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,6 +47,9 @@ from zeromesh.comm.transport import transport_of
 from zeromesh.errors import MeshError
 from zeromesh.files import machine_id
 from zeromesh.strategy import Axis
+
+if TYPE_CHECKING:
+    from zeromesh.comm.nccl import Options
 
 
 def make_groups(
@@ -97,12 +82,14 @@ def make_groups(
     keys = {axis.name: Key.of(axis_ranks(mesh, axis), kind, split=split, timeout_s=timeout_s) for axis in axes}
     pool, everyone = _Pool.current(), mesh_group(mesh)
     if backend_of(_world(), kind) == dist.Backend.NCCL:
+        from zeromesh.comm import nccl  # on its devices alone
+
         machines = _machines(everyone)
         for axis in axes:
             lines = [[machines[rank] for rank in line] for line in _lines(mesh, axis).tolist()]
             # Replicated parameters are gathered after a step alone, when nothing is reduced.
             in_turn = not axis.stage.shards_params and axis.name not in beside
-            options = Options.of(lines, registered=registered, in_turn=in_turn)
+            options = nccl.options_of(lines, registered=registered, in_turn=in_turn)
             keys[axis.name] = keys[axis.name]._replace(options=options)
     for axis in axes if timeout_s is None else ():
         if axis.size == mesh.size((mesh.mesh_dim_names or ()).index(axis.mesh_axis)):
@@ -237,7 +224,7 @@ def _new_group(key: Key, serial: int, description: str, parent: dist.ProcessGrou
             timeout=timedelta(seconds=key.timeout_s),
             device_id=_world().bound_device_id,
             group_desc=description,
-            backend_options=key.options.made(key.timeout_s, parent),
+            backend_options=key.options and key.options.made(key.timeout_s, parent),
         )
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
@@ -261,57 +248,6 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-SLOW_CTAS = 4
-"""NCCL's fewest channels are two; each brings some 25 GB/s to a network card, of which the fastest take 100."""
-
-
-def shared_splits() -> bool:
-    """Whether NCCL is told to share buffers between a communicator and those that are split off it."""
-    return os.environ.get("NCCL_COMM_SPLIT_SHARE_RESOURCES", "0") not in ("", "0")
-
-
-class Options(NamedTuple):
-    """NCCL's options of a communicator: [Note: Options].
-
-    Args:
-        max_ctas: of its kernels; 0 for NCCL's own limit.
-        zero_ctas: whether copy engines take the place of kernels where they can.
-        shared: whether an axis's two share buffers: [Note: Shared buffers].
-    """
-
-    max_ctas: int = 0
-    zero_ctas: bool = False
-    shared: bool = False
-
-    @classmethod
-    def of(cls, lines: Sequence[Sequence[str]], *, registered: bool, in_turn: bool) -> Options:
-        """Those of an axis, by the machines of each of its lines of ranks: all split off communicators together."""
-        apart = all(len(set(line)) == len(line) for line in lines)
-        apart = apart and not torch.cuda.get_device_name().startswith("NVIDIA GB") and not shared_splits()
-        zero_ctas = registered and all(len(set(line)) == 1 for line in lines)
-        return cls(SLOW_CTAS if apart else 0, zero_ctas, shared=apart and in_turn and not registered)
-
-    def made(self, timeout_s: float, parent: dist.ProcessGroup | None = None) -> Any:
-        """As torch has them; None where nothing is set. NCCL's variables win: NCCL_MAX_CTAS, NCCL_CTA_POLICY,
-        NCCL_COMM_SPLIT_SHARE_RESOURCES."""
-        if self == Options():
-            return None
-        nccl: Any = dist.ProcessGroupNCCL
-        made = nccl.Options()
-        made._timeout = timedelta(seconds=timeout_s)  # else torch warns that it will set it
-        if self.max_ctas:
-            made.config.max_ctas = self.max_ctas
-        if self.zero_ctas and hasattr(nccl, "NCCL_CTA_POLICY_ZERO"):  # NCCL 2.28
-            made.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
-        if self.shared:
-            made.config.split_share = 1  # NCCL reads it from the communicator that is split
-        if parent is not None:
-            backend = parent._get_backend(torch.device("cuda"))
-            made.split_from = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps each
-            made.split_color = 0  # all of its ranks
-        return made
-
-
 class Key(NamedTuple):
     """Key of a communicator: groups with equal keys can share one.
 
@@ -321,7 +257,7 @@ class Key(NamedTuple):
         backend: of torch.
         device_type: of the tensors that are sent.
         split: off the default process group, where that is bound to a device: all its ranks make groups now.
-        options: of NCCL.
+        options: of NCCL, where any are set.
     """
 
     ranks: tuple[int, ...]
@@ -329,7 +265,7 @@ class Key(NamedTuple):
     backend: str
     device_type: str
     split: bool
-    options: Options = Options()
+    options: Options | None = None
 
     @classmethod
     def of(cls, ranks: Sequence[int], device_type: str, *, split: bool, timeout_s: float | None = None) -> Key:
@@ -368,7 +304,7 @@ class _Pool:
         """A group that a mesh has made, for one user at a time: [Note: Dimensions]. All its ranks call this at the same
         point."""
         transport = transport_of(key.backend, key.device_type)
-        fits = key.device_type != "cpu" and not transport.messages and key.options == Options()
+        fits = key.device_type != "cpu" and not transport.messages and key.options is None
         if fits and group.group_name not in (everyone.group_name, *self._adopted):
             self._adopted.add(group.group_name)
             self._made[key.ranks] += 1
@@ -397,7 +333,7 @@ class _Pool:
         """As many as there are descriptions: those of serials `free`, then new ones."""
         used = [self._free[key].pop(serial) for serial in free[: len(descriptions)]]
         for description in descriptions[len(used) :]:
-            parent = used[0].process_group if used and key.options.shared else None
+            parent = used[0].process_group if used and key.options and key.options.shared else None
             used.append(self._make(key, description, parent))
         return tuple(used)
 
@@ -427,34 +363,3 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
     """The backend that serves tensors on this type of device."""
     config = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     return config.get(device_type, dist.get_backend(group))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registration:
-    """A pool, and who knows it: torch's backends of communicators, which outlive it."""
-
-    pool: Any
-    backends: tuple[Any, ...]
-    device: torch.device
-
-    def release(self) -> None:
-        """Before its memory is freed, when nobody uses it any more."""
-        torch.accelerator.synchronize(self.device)
-        for backend in self.backends:
-            backend.deregister_mem_pool(self.pool)
-
-
-@contextmanager
-def registered(groups: Iterable[AxisGroup], device: torch.device) -> Iterator[Registration | None]:
-    """Registers the memory allocated inside on `device` with all communicators at the end; all ranks of the groups
-    allocate the same, in the same order. None where the device or its backend has no such memory."""
-    channels = dict.fromkeys(channel for group in groups for channel in (group.gather, group.reduce))
-    backends: tuple[Any, ...] = tuple(channel.process_group._get_backend(device) for channel in channels)
-    if device.type != "cuda" or not backends or not all(hasattr(each, "register_mem_pool") for each in backends):
-        yield None
-        return
-    pool = torch.cuda.MemPool(backends[0].mem_allocator)
-    with torch.cuda.use_mem_pool(pool, device):
-        yield Registration(pool=pool, backends=backends, device=device)
-    for backend in backends:  # in one order on all ranks, which take part
-        backend.register_mem_pool(pool, symm=True)

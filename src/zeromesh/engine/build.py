@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zeromesh.comm.groups import Registration, make_groups, mesh_group, registered
+from zeromesh.comm.groups import make_groups, mesh_group
 from zeromesh.comm.lane import Lane
 from zeromesh.engine.backend import DeviceBackend, LaneName, UnitShards
 from zeromesh.engine.chain import Scratch
@@ -153,13 +154,18 @@ def build_engine(
     shards = _fill_shards(model, modules, schedule, homes, device, init, lazy, host)
     inline, memory = schedule.layout.strategy.overlap == "none", schedule.memory
 
-    def allocate() -> tuple[dict[LaneKind, Scratch], Registration | None]:
-        with registered(groups.values() if register else (), device) as registration:
+    def allocate() -> tuple[dict[LaneKind, Scratch], Callable[[], None] | None]:
+        pool: AbstractContextManager[Callable[[], None] | None] = nullcontext()
+        if register:
+            from zeromesh.comm.nccl import registered  # of register=
+
+            pool = registered(groups.values(), device)
+        with pool as release:
             _bind_slots(schedule, shards, device)
         each = {kind: (memory.staging[kind], memory.workspace[kind]) for kind in LANES}
-        return {kind: Scratch(*(_bytes(count, device) for count in own)) for kind, own in each.items()}, registration
+        return {kind: Scratch(*(_bytes(count, device) for count in own)) for kind, own in each.items()}, release
 
-    scratch, registration = control.together(allocate, left="The model has lost its parameters")
+    scratch, release = control.together(allocate, left="The model has lost its parameters")
     lanes: dict[LaneName, Lane] = {
         kind: Lane(kind, device=device, inline=inline) for kind in LANES if kind not in COPIES or memory.host
     }
@@ -179,10 +185,10 @@ def build_engine(
         scratch=scratch,
         host=host,
         device=device,
-        registered=registration is not None,
+        registered=release is not None,
     )
-    if registration is not None:
-        weakref.finalize(backend, registration.release).atexit = False
+    if release is not None:
+        weakref.finalize(backend, release).atexit = False
     engine = Engine(schedule, backend, homes, precision, model=weakref.ref(model), debug=debug)
     _make_optimizer_params(engine)
     for index, module in enumerate(modules):

@@ -14,7 +14,7 @@ from torch import nn
 import zeromesh as zm
 from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
-from zeromesh.comm import groups as communicators
+from zeromesh.comm import nccl
 from zeromesh.engine import build
 from zeromesh.engine.api import engine_of
 
@@ -43,7 +43,7 @@ class Device:
 def make(events: list[str], **options: Any) -> tuple[Any, int]:
     """A sharded model, and the bytes of its slots that came from the pool."""
     device, pooled = Device(events), [0]
-    allocate = build._bytes
+    allocate, register = build._bytes, nccl.registered
 
     def watched(count: int, where: torch.device) -> torch.Tensor:
         pooled[0] += count * device.inside
@@ -52,13 +52,13 @@ def make(events: list[str], **options: Any) -> tuple[Any, int]:
     @contextmanager
     def on_device(groups: Any, where: torch.device) -> Any:
         groups = [_Group(group, device) for group in groups]
-        with communicators.registered(groups, device) as found:  # type: ignore[arg-type]
+        with register(groups, device) as found:  # type: ignore[arg-type]
             yield found
 
     with (
         mock.patch.object(torch.cuda, "MemPool", lambda allocator: f"pool of {allocator}"),
         mock.patch.object(torch.cuda, "use_mem_pool", device.use),
-        mock.patch.object(build, "registered", on_device),
+        mock.patch.object(nccl, "registered", on_device),
         mock.patch.object(build, "_bytes", watched),
     ):
         model = zm.shard(

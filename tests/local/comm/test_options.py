@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm.groups import SLOW_CTAS, Options
+from zeromesh.comm.nccl import SLOW_CTAS, Options, options_of
 
 
 def stand_in(**constants: int) -> Any:
@@ -22,39 +22,38 @@ def stand_in(**constants: int) -> Any:
 @pytest.mark.parametrize(
     ("lines", "registered", "in_turn", "expected"),
     [
-        ("aaaa", False, True, Options()),
+        ("aaaa", False, True, None),
         ("aaaa", True, True, Options(zero_ctas=True)),
         ("abcd", False, False, Options(max_ctas=SLOW_CTAS)),
         ("abcd", False, True, Options(max_ctas=SLOW_CTAS, shared=True)),
         ("abcd", True, True, Options(max_ctas=SLOW_CTAS)),
-        ("aabb", True, True, Options()),  # over every network card of a machine at once
-        ("abcd aabb", False, True, Options()),  # all ranks split communicators off together
-        ("aaaa abcd", True, True, Options()),
+        ("aabb", True, True, None),  # over every network card of a machine at once
+        ("abcd aabb", False, True, None),  # all ranks split communicators off together
+        ("aaaa abcd", True, True, None),
     ],
 )
-def test_by_level(lines: str, registered: bool, in_turn: bool, expected: Options) -> None:
+def test_by_level(lines: str, registered: bool, in_turn: bool, expected: Options | None) -> None:
     with mock.patch.object(torch.cuda, "get_device_name", lambda: "NVIDIA H200"):
-        assert Options.of(lines.split(), registered=registered, in_turn=in_turn) == expected
+        assert options_of(lines.split(), registered=registered, in_turn=in_turn) == expected
 
 
 def test_nvlink_between_machines_has_no_limit() -> None:
     with mock.patch.object(torch.cuda, "get_device_name", lambda: "NVIDIA GB200"):
-        assert Options.of(["abcd"], registered=False, in_turn=True) == Options()
+        assert options_of(["abcd"], registered=False, in_turn=True) is None
 
 
 def test_where_the_user_lets_all_share_buffers_all_have_the_same_ctas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_COMM_SPLIT_SHARE_RESOURCES", "1")
     with mock.patch.object(torch.cuda, "get_device_name", lambda: "NVIDIA H200"):
-        assert Options.of(["abcd"], registered=False, in_turn=True) == Options()
+        assert options_of(["abcd"], registered=False, in_turn=True) is None
 
 
 def test_as_torch_has_them() -> None:
-    assert Options().made(60.0) is None
     with mock.patch.object(dist, "ProcessGroupNCCL", stand_in(NCCL_CTA_POLICY_ZERO=2), create=True):
-        made = Options(max_ctas=4, zero_ctas=True).made(60.0)
+        made = Options(max_ctas=4, zero_ctas=True).made(60.0, None)
         assert vars(made.config) == {"max_ctas": 4, "cta_policy": 2} and made._timeout == timedelta(seconds=60)
     with mock.patch.object(dist, "ProcessGroupNCCL", stand_in(), create=True):  # a torch over an older NCCL
-        assert vars(Options(zero_ctas=True).made(60.0).config) == {}
+        assert vars(Options(zero_ctas=True).made(60.0, None).config) == {}
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -71,6 +70,6 @@ def test_the_second_of_a_pair_that_shares_is_split_off_the_first(debug: bool) ->
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch with NCCL; no GPU")
 def test_torch_s_own_class_has_them() -> None:
-    made = Options(max_ctas=4, zero_ctas=True, shared=True).made(60.0)
+    made = Options(max_ctas=4, zero_ctas=True, shared=True).made(60.0, None)
     assert (made.config.max_ctas, made.config.split_share, made.split_from) == (4, 1, None)
     made.split_color = 0
