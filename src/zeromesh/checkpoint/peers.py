@@ -95,8 +95,7 @@ def make_peers(control: Control) -> Peers:
     everyone = control.everyone()
     if everyone is None:
         return Peers()
-    timeout_s = default_timeout_s(control.device.type)
-    channel, give_back = borrow_channel(everyone, timeout_s=timeout_s, backend="gloo", description="checkpoints")
+    channel, give_back = borrow_channel(everyone, default_timeout_s(control.device.type))
     group = channel.process_group
     progress = Progress(
         store=dist.distributed_c10d._get_default_store(),  # torch has no public way to it

@@ -112,24 +112,19 @@ def make_line(name: str, ranks: dist.ProcessGroup, device_type: str) -> AxisGrou
     return _make_group(name, key, pool, pool.agree(ranks, {name: key})[name])
 
 
-def borrow_channel(
-    everyone: dist.ProcessGroup, *, timeout_s: float, backend: str, description: str
-) -> tuple[Channel, Callable[[], None]]:
-    """A communicator between all ranks of a group, for one user. All of them call this at the same point.
+def borrow_channel(everyone: dist.ProcessGroup, timeout_s: float) -> tuple[Channel, Callable[[], None]]:
+    """A communicator between the hosts of all ranks of a group, for one user. All of them call this at the same point.
 
     Args:
         everyone: the group, on which they agree.
         timeout_s: after which a collective fails.
-        backend: of torch.
-        description: of the use.
 
     Returns:
         The communicator, whose user keeps `started` and `failed`; and a function that gives it back: [Note: Reuse].
     """
     split = everyone.size() == dist.get_world_size()
-    key = Key(tuple(dist.get_process_group_ranks(everyone)), timeout_s, backend, "cpu", split)
-    pool = _Pool.current()
-    (channel,) = pool.channels(key, pool.agree(everyone, {description: key})[description], description)
+    key, pool = Key(tuple(dist.get_process_group_ranks(everyone)), timeout_s, "gloo", "cpu", split), _Pool.current()
+    (channel,) = pool.channels(key, pool.agree(everyone, {"": key})[""], "checkpoints")
     return channel, functools.partial(pool.put, key, (channel,))
 
 

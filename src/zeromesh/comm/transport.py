@@ -98,11 +98,13 @@ class Native(Transport):
     def pass_on(self, exchange: Exchange, arriving: Sequence[Message], leaving: Sequence[Message]) -> None:
         incoming, outgoing = _by_peer(exchange, arriving), _by_peer(exchange, leaving)
         to_come, to_go = ([sum(part.numel() for part in parts) for parts in each] for each in (incoming, outgoing))
-        sent, received = (torch.empty(sum(own), dtype=torch.uint8, device=self._device) for own in (to_go, to_come))
-        _lay(sent, [part for parts in outgoing for part in parts], out=False)
+        received = torch.empty(sum(to_come), dtype=torch.uint8, device=self._device)
+        sent = torch.cat([received[:0], *itertools.chain.from_iterable(outgoing)])
         group = exchange.process_group
         exchange.native(lambda: dist.all_to_all_single(received, sent, to_come, to_go, group=group), sent.numel())
-        _lay(received, [part for parts in incoming for part in parts], out=True)
+        targets = [*itertools.chain.from_iterable(incoming)]
+        for target, landed in zip(targets, torch.split(received, [each.numel() for each in targets]), strict=True):
+            target.copy_(landed)
 
     @property
     def _device(self) -> torch.device | None:
@@ -225,15 +227,6 @@ def _by_peer(exchange: Exchange, messages: Sequence[Message]) -> list[list[Tenso
     for tensor, peer in messages:
         found[peer].append(tensor.view(torch.uint8))
     return found
-
-
-def _lay(whole: Tensor, parts: Sequence[Tensor], *, out: bool) -> None:
-    """Copies `parts` into `whole`, end to end, or `out` of it."""
-    start = 0
-    for part in parts:
-        place = whole[start : start + part.numel()]
-        (part if out else place).copy_(place if out else part)
-        start += part.numel()
 
 
 def _in_pieces(messages: Sequence[Message]) -> Sequence[Message]:

@@ -106,7 +106,7 @@ def train_a_little(mesh: DeviceMesh, strategy: str) -> None:
 def test_ranks_need_not_have_made_as_many_groups():
     dist.new_group([0])  # which one rank has
     train_a_little(init_device_mesh("cpu", (2, 2), mesh_dim_names=("cluster", "node")), "node=3,cluster=1")
-    channel, give_back = borrow_channel(dist.group.WORLD, timeout_s=100, backend="gloo", description="test")
+    channel, give_back = borrow_channel(dist.group.WORLD, timeout_s=100)
     found = [None] * 4
     dist.all_gather_object(found, dist.get_rank(), group=channel.process_group)
     assert found == [0, 1, 2, 3]
