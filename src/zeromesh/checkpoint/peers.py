@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from zeromesh.comm.groups import borrow_channel, default_timeout_s
-from zeromesh.engine.control import Control, Progress
+from zeromesh.engine.control import Control
+from zeromesh.engine.meetings import Progress
 from zeromesh.errors import CommunicationError
 
 T = TypeVar("T")
@@ -98,7 +99,6 @@ def make_peers(control: Control) -> Peers:
     channel, give_back = borrow_channel(everyone, default_timeout_s(control.device.type))
     group = channel.process_group
     progress = Progress(
-        store=dist.distributed_c10d._get_default_store(),  # torch has no public way to it
         key=f"zeromesh/checkpoints/{group.group_name}",
         rank=group.rank(),
         size=group.size(),

@@ -5,24 +5,15 @@ of pipeline stages. They are further axes, and each rank of the mesh has a group
 over the mesh first and then over each of these groups in turn, so it reaches all ranks. Along such an axis a parameter
 is either divided, and sums over its elements include the axis, or the same on all ranks, and it counts once: a
 parameter's `Span`s.
-
-Each rank also writes its progress to a store that all of them see, since a collective that failed does not say who was
-missing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
-import os
 import pickle
-import queue
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -30,10 +21,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from zeromesh.comm.groups import group_of
-from zeromesh.errors import CommunicationError, InternalError, MeshError, MismatchError
+from zeromesh.errors import CommunicationError, MeshError, MismatchError
 
 ResultT = TypeVar("ResultT")
 
@@ -71,8 +61,8 @@ class Control:
         beyond: groups along further axes that the model is spread over, in an order that all ranks share: [Note:
             Beyond].
         ranks: the global ranks of all; empty before `met`.
-        progress: how far each rank is in its meetings; None where the store of the process group keeps nothing, as
-            that of torch's fake group.
+        key: under which they write to the store of the process group how far they are in their meetings; "" where that
+            keeps nothing, as torch's fake group's.
     """
 
     group: dist.ProcessGroup | None
@@ -82,20 +72,21 @@ class Control:
     device: torch.device
     beyond: tuple[dist.ProcessGroup, ...] = ()
     ranks: tuple[int, ...] = ()
-    progress: Progress | None = field(default=None, compare=False, repr=False)
+    key: str = field(default="", compare=False, repr=False)
 
     def met(self) -> Control:
-        """The same with its ranks and their progress, for one more model on them; all ranks call this together."""
+        """The same with its ranks and their key, for one more model on them; all ranks call this together."""
         ranks = tuple(sorted(self.gather(dist.get_rank() if dist.is_initialized() else 0)))
         if self.world == 1:
             return replace(self, ranks=ranks)
         _models[ranks] = _models.get(ranks, 0) + 1
         key = f"zeromesh/meetings/{hashlib.sha256(repr((ranks, _models[ranks])).encode()).hexdigest()[:16]}"
-        store = dist.distributed_c10d._get_default_store()  # torch has no public way to it
-        progress = None
-        with suppress(RuntimeError):
-            progress = Progress(store=store, key=key, rank=self.number, size=self.world)
-        return replace(self, ranks=ranks, progress=progress)
+        try:
+            store = dist.distributed_c10d._get_default_store()  # torch has no public way to it
+            store.set(f"{key}/{self.number}", "0 the start")
+        except RuntimeError:
+            key = ""
+        return replace(self, ranks=ranks, key=key)
 
     @property
     def first(self) -> bool:
@@ -238,7 +229,7 @@ class Control:
 
     def require_same(self, what: str, text: str) -> None:
         """Raises MismatchError on every rank if `text` differs between ranks."""
-        if self._same(text):
+        if self.same(text):
             return
         texts = self.gather(text)
         for rank, other in enumerate(texts):
@@ -248,14 +239,14 @@ class Control:
                     f"rank {rank} has {_differing(other, texts[0])}: start every rank with the same arguments"
                 )
 
-    def _same(self, text: str) -> bool:
+    def same(self, text: str) -> bool:
+        """Whether all ranks have it."""
         # Thousands of ranks compare a word each; texts are exchanged only to name the difference.
         word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
         highest, lowest = self._exchange([word, -word], torch.int64, dist.ReduceOp.MAX, self.beyond)
         return bool(highest == -lowest)
 
-    @contextmanager
-    def meeting(self, call: str, tensors: str) -> Iterator[None]:
+    def meeting(self, call: str, tensors: str) -> AbstractContextManager[None]:
         """Inside, all ranks exchange values for one call of a function that users call.
 
         Args:
@@ -267,43 +258,10 @@ class Control:
             CommunicationError: after the group's timeout, if some make none; names them.
         """
         if self.world == 1:
-            yield
-            return
-        progress = self.progress
-        text = f"{call} of {tensors}"
-        try:
-            if progress is not None:
-                progress.arrive(text[:200])
-            found = [] if self._same(text) else self.gather(f"{text[:200]} ({_users_line()})")
-            if not found:
-                yield
-        except InternalError:
-            raise
-        except RuntimeError as error:
-            missing = "; ".join([] if progress is None else progress.missing()) or "a rank that has ended since"
-            raise CommunicationError(
-                f"{text[:200]} ({_users_line()}) is one value of the whole tensor, so all {self.world} ranks that have "
-                f"a slice of it must call it together. Missing: {missing}. [{str(error).splitlines()[0]}]"
-            ) from error
-        if found:
-            raise MismatchError(f"all ranks must call the same function of the same tensor together; {_by_call(found)}")
+            return nullcontext()
+        from zeromesh.engine.meetings import meeting, progress_of  # of numbers of whole tensors
 
-
-def _users_line() -> str:
-    """The innermost line that is neither torch's nor ours: who has made the call."""
-    ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
-    own = (os.path.dirname(torch.__file__) + os.sep, ours, contextlib.__file__)
-    line = next((line for line in reversed(traceback.extract_stack()) if not line.filename.startswith(own)), None)
-    return "unknown line" if line is None else f"{line.filename}:{line.lineno}"
-
-
-def _by_call(calls: Sequence[str]) -> str:
-    """Calls, each with the ranks that make it."""
-    ranks: dict[str, list[int]] = {}
-    for rank, call in enumerate(calls):
-        ranks.setdefault(call, []).append(rank)
-    shown = {call: ", ".join(map(str, own[:8])) + ", ..." * (len(own) > 8) for call, own in ranks.items()}
-    return "; ".join(f"rank{'s' * (len(ranks[call]) > 1)} {own} called {call}" for call, own in shown.items())
+        return meeting(f"{call} of {tensors}", progress_of(self.key, self.number, self.world), self.same, self.gather)
 
 
 def gather_over(group: dist.ProcessGroup | None, value: ResultT) -> list[ResultT]:
@@ -357,72 +315,3 @@ def _differing(text: str, other: str) -> str:
     lines, others = text.splitlines(), other.splitlines()
     missing = "; ".join(line for line in lines if line not in set(others))[:200]
     return repr(missing or ("another order" if sorted(lines) == sorted(others) else "fewer entries"))
-
-
-WAIT_S = 5.0
-"""How long the others get to come to an exchange that has failed: this rank may hear of that before they are there."""
-
-ANSWER_S = 5.0
-"""Time for the store to answer on top of that; it dies with the process that holds it."""
-
-
-@dataclass(kw_only=True)
-class Progress:
-    """Each rank writes down which exchange it has come to; who has not come to this one is missing.
-
-    Args:
-        key: of these ranks, in the store.
-        rank, size: in the group.
-        count: of the exchanges that this rank has come to, those of the group's users before among them.
-        failure: why one failed; no later one can succeed, since the group is closed then.
-    """
-
-    store: Store
-    key: str
-    rank: int
-    size: int
-    count: int = 0
-    failure: str = ""
-
-    def __post_init__(self) -> None:
-        self._write("the start")
-
-    def arrive(self, what: str) -> None:
-        """This rank takes part in the next exchange."""
-        self.count += 1
-        self._write(what)
-
-    def fail(self, reason: str) -> None:
-        self.failure = reason
-
-    def missing(self) -> list[str]:
-        """The ranks that do not come to this exchange, with the last that they came to."""
-        answers: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-        # In a thread: a store that has gone may never answer.
-        threading.Thread(target=lambda: answers.put(self._wait()), daemon=True).start()
-        try:
-            return answers.get(timeout=WAIT_S + ANSWER_S)
-        except queue.Empty:
-            return ["the process that holds the ranks' store, which does not answer"]
-
-    def _wait(self) -> list[str]:
-        end, missing = time.monotonic() + WAIT_S, list[str]()
-        try:
-            while (missing := self._look()) and time.monotonic() < end:
-                time.sleep(0.05)
-        except RuntimeError:  # its process has raised the same error and ended
-            return missing or ["the process that holds the ranks' store, which has ended"]
-        return missing
-
-    def _look(self) -> list[str]:
-        found = []
-        for rank in range(self.size):
-            name = f"{self.key}/{rank}"
-            seen = self.store.get(name).decode() if self.store.check([name]) else "-1 nothing"
-            count, _, what = seen.partition(" ")
-            if int(count) < self.count:
-                found.append(f"rank {rank} (the last that it came to: {what})")
-        return found
-
-    def _write(self, what: str) -> None:
-        self.store.set(f"{self.key}/{self.rank}", f"{self.count} {what}")

@@ -26,7 +26,7 @@ from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.read import read_manifest
 from zeromesh.checkpoint.storage import LocalStorage
-from zeromesh.engine import control
+from zeromesh.engine import meetings
 from zeromesh.errors import CheckpointError, CommunicationError
 
 WORLD = 3
@@ -44,7 +44,7 @@ def rank_main(rank: int, directory: Path, victim: int, number: int) -> None:
     model, optimizer = make((("cluster", 1), ("node", WORLD)), "node=3,cluster=0")
     train(model, optimizer, 1)
     checkpoints = Checkpoints(directory / "checkpoints", model, optimizer)
-    control.WAIT_S = WAIT_S
+    meetings.WAIT_S = WAIT_S
     checkpoints.save(1)
     checkpoints.wait()
     if rank == victim:

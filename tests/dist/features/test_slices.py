@@ -27,7 +27,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import zeromesh as zm
 from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
-from zeromesh.engine import control
+from zeromesh.engine import meetings
 from zeromesh.engine.param import Slice
 from zeromesh.errors import CheckpointError, CommunicationError, InputError, MismatchError, ModelError, OptimizerError
 
@@ -423,7 +423,7 @@ def test_what_cannot_be_copied_across_layouts_is_said_on_every_rank():
 def at_once() -> Iterator[None]:
     """Without the wait for ranks that do not come, which is made long here."""
     began = time.monotonic()
-    with mock.patch.object(control, "WAIT_S", 200.0):
+    with mock.patch.object(meetings, "WAIT_S", 200.0):
         yield
     assert time.monotonic() - began < 200.0
 
@@ -446,7 +446,7 @@ def test_ranks_that_call_different_functions_or_look_at_other_models_all_raise_a
 
 @on_ranks(4, spoils=True)
 def test_a_rank_that_never_comes_is_named():
-    control.WAIT_S = 0.5
+    meetings.WAIT_S = 0.5
     group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cluster", "node"))
     model = zm.shard(net(), group, "node=3,cluster=1")
     model[0].weight.sum()
