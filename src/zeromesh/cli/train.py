@@ -21,7 +21,7 @@ from zeromesh.integrations.elastic import EXIT_PREEMPTED, asked_by, noticing
 if TYPE_CHECKING:
     from zeromesh.launch.failure import Failure
     from zeromesh.launch.processes import RankResult
-    from zeromesh.train import TrainConfig
+    from zeromesh.train.config import TrainConfig
 
 EXIT_INPUT = 2
 
@@ -69,7 +69,7 @@ def run(path: Path, overrides: Sequence[str]) -> int:
     """
     from zeromesh.launch.environment import Launched, check_address
     from zeromesh.launch.job import RENDEZVOUS, make_folder
-    from zeromesh.train import load_config
+    from zeromesh.train.config import load_config
 
     launched = Launched.of(os.environ)
     try:
@@ -106,7 +106,7 @@ def _run_rank(config: TrainConfig, store_file: Path | None) -> int:
 
 def run_local_rank(store_file: Path | None, *, config: str) -> None:
     """The task of each local rank."""
-    from zeromesh.train import TrainConfig
+    from zeromesh.train.config import TrainConfig
 
     with noticing(signal.SIGTERM):
         code = _run_rank(TrainConfig.model_validate_json(config), store_file)

@@ -2,7 +2,3 @@
 
 Read in this order: `config` (one TOML file), `corpus` and `sampler` (tokens, and which are used when), `loop` (steps).
 """
-
-from zeromesh.train.config import TrainConfig, load_config
-
-__all__ = ["TrainConfig", "load_config"]

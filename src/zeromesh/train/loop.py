@@ -39,11 +39,6 @@ from zeromesh.train.corpus import TOKENIZER, Corpus, Rows, load_corpus
 from zeromesh.train.sampler import Sampler
 from zeromesh.units import format_bytes, format_seconds
 
-OTHER_TOKENIZER = (  # a bpe tokenizer is trained anew at each start, and is another if the files have changed
-    "Its tokens mean other text: set data.tokenizer to the tokenizer.json in that run's directory, or start anew in "
-    "another run.directory"
-)
-
 
 def run_training(config: TrainConfig, ranks: Ranks) -> bool:
     """Trains to the last step; False if the run was preempted and has saved.
@@ -266,9 +261,9 @@ class Trainer:
         self.model.eval()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for indices in self._deal(held_out, sequences, seed=0).rank_batches(0, self.ranks.rank):
-            loss, weight = self._loss(held_out, indices)
-            if weight:  # 0 times a loss that is not finite would not be 0
-                loss_sum += loss.double() * weight
+            loss = self._loss(held_out, indices)
+            if indices:  # 0 times a loss that is not finite would not be 0
+                loss_sum += loss.double() * (len(indices) * held_out.seq_len)
         return float(self._summed("adding up the held-out loss", loss_sum)) / (sequences * held_out.seq_len)
 
     @property
@@ -341,21 +336,18 @@ class Trainer:
         for position, indices in enumerate(batches):
             last, weight = position == len(batches) - 1, len(indices) * rows.seq_len
             with accumulate(self.model, last=last, weight=float(weight), total=float(self.tokens)):
-                loss, _ = self._loss(rows, indices)
+                loss = self._loss(rows, indices)
                 loss.backward()  # type: ignore[no-untyped-call]
             if weight:  # as in `evaluate`
                 loss_sum += loss.detach().double() * weight
         return loss_sum
 
-    def _loss(self, rows: Rows, indices: list[int]) -> tuple[Tensor, int]:
-        """Mean loss of a micro-batch, and its targets.
-
-        An empty one runs a row that counts nothing, since every rank must make the same collectives.
-        """
+    def _loss(self, rows: Rows, indices: list[int]) -> Tensor:
+        """Mean loss of a micro-batch. An empty one runs a row, since every rank must make the same collectives; it
+        counts nothing."""
         inputs, targets = map(self._moved, rows.batch(indices or [0]))
         logits: Tensor = self.model(input_ids=inputs, use_cache=False).logits
-        loss = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-        return loss, len(indices) * rows.seq_len
+        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def _moved(self, rows: Tensor) -> Tensor:
         """To this rank's device; from pinned memory, so that the host does not wait for the device. A copy of views
@@ -402,7 +394,10 @@ class Trainer:
                 "batch.global_sequences": config.batch.global_sequences,
                 **self.corpus.identity(),
             },
-            required={TOKENIZER: OTHER_TOKENIZER},
+            required={  # a bpe tokenizer is trained anew at each start, and is another if the files have changed
+                TOKENIZER: "Its tokens mean other text: set data.tokenizer to the tokenizer.json in that run's "
+                "directory, or start anew in another run.directory"
+            },
             layout={"strategy": config.strategy, "mesh": mesh_text(config.mesh)},
             first=self.ranks.rank == 0,
         )

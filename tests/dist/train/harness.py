@@ -165,15 +165,15 @@ def train(config: TrainConfig, meddling: Meddling = Meddling()) -> Outcome:
         def _forward_backward(self, batch: int) -> Any:
             return super()._forward_backward(meddling.batches.get(batch, batch))
 
-        def _loss(self, rows: Rows, indices: list[int]) -> tuple[Tensor, int]:
-            loss, weight = super()._loss(rows, indices)
+        def _loss(self, rows: Rows, indices: list[int]) -> Tensor:
+            loss = super()._loss(rows, indices)
             self.samples[-1] += indices
             seen = set(indices or [0])
             if seen & set(meddling.poisoned):
                 loss = loss * float("nan")
             if seen & set(meddling.exploding):
                 loss.register_hook(lambda grad: grad * float("inf"))
-            return loss, weight
+            return loss
 
     printed = io.StringIO()
     finished, error = None, ""

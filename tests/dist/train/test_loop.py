@@ -19,8 +19,8 @@ from tests.dist.train.harness import config as base_config
 from zeromesh.integrations.language_models import seed_of_rank
 from zeromesh.report.run import KINDS
 from zeromesh.sharding import shard
-from zeromesh.train import load_config, loop
-from zeromesh.train.config import TrainConfig
+from zeromesh.train import loop
+from zeromesh.train.config import TrainConfig, load_config
 from zeromesh.train.corpus import read_corpus
 from zeromesh.train.loop import build_language_model
 

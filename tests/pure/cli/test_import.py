@@ -17,7 +17,7 @@ from zeromesh.model.presets import preset
 from zeromesh.planner.emit import emit_deepspeed, emit_torchtitan
 from zeromesh.planner.foreign import read_file, read_foreign
 from zeromesh.strategy import Strategy
-from zeromesh.train import load_config
+from zeromesh.train.config import load_config
 
 TWO = (("node", 8), ("cluster", 4))
 
