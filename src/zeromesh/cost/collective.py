@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Literal
 from zeromesh.cost.constants import Constants
 from zeromesh.cost.group import Group, Hop
 from zeromesh.errors import InternalError
-from zeromesh.strategy import Collective, find_collective
+from zeromesh.strategy.collective import Collective, find_collective
 
 if TYPE_CHECKING:
     from zeromesh.schedule.transfer import Transfer

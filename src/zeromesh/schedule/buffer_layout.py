@@ -207,15 +207,14 @@ class BufferLayout:
             from_kept = replace(from_kept, up=_copy("up", kept, buffer.param_dtype))
         elif "params" in on_host and self.kept_axis is None:
             from_kept = replace(from_kept, up=_copy("up", params, buffer.param_dtype))
-        both = host.shards_params and routes["refresh"].steps
-        if buffer.trainable and host.shards_states and (both or not (host.shards_params or self.streamed)):
-            up = _copy("up", states, buffer.param_dtype)
-            down, passing = None, 0
-            if host.shards_params:
-                down, passing = _copy("down", params, buffer.param_dtype), params
-            routes["refresh"] = replace(routes["refresh"], up=up, down=down, passing=passing)
-        if buffer.trainable and host.shards_states:
+        if "master" in on_host:
             grads, dtype = self.numel(layout.grad_axes), buffer.grad_dtype
+            up = _copy("up", states, buffer.param_dtype)
+            if host.shards_params and routes["refresh"].steps:
+                down = _copy("down", params, buffer.param_dtype)
+                routes["refresh"] = replace(routes["refresh"], up=up, down=down, passing=params)
+            elif not (host.shards_params or self.streamed):
+                routes["refresh"] = replace(routes["refresh"], up=up)
             if host.shards_grads or not self.streamed:
                 routes["boundary"] = replace(routes["boundary"], down=_copy("down", states, dtype))
             if host.shards_grads:
@@ -338,16 +337,16 @@ class BufferLayout:
     def sizes(self) -> Persistent:
         """Wherever they lie."""
         layout, buffer, host = self.layout, self.buffer, self.host
-        master = grads = kept = shown = cast = 0
+        states, master = self.numel(layout.significant), 0
+        grads = kept = shown = cast = 0
         if buffer.master_dtype is not None:
             grads = self.numel(layout.grad_axes) * ITEM_BYTES[buffer.grad_dtype]
-            if host.shards_states and not host.shards_grads and not self.streamed:
-                shown = self.numel(layout.significant) * ITEM_BYTES[buffer.grad_dtype]
-            on_way = host.shards_states and not host.shards_params and not self.streamed
-            if on_way and buffer.master_dtype != buffer.param_dtype:
-                cast = self.numel(layout.significant) * ITEM_BYTES[buffer.param_dtype]
+            if self.stepped_on_host and not host.shards_grads:
+                shown = states * ITEM_BYTES[buffer.grad_dtype]
+            if self.stepped_on_host and not host.shards_params and buffer.master_dtype != buffer.param_dtype:
+                cast = states * ITEM_BYTES[buffer.param_dtype]
             if not self.master_in_params:
-                master = self.numel(layout.significant) * ITEM_BYTES[buffer.master_dtype]
+                master = states * ITEM_BYTES[buffer.master_dtype]
         if self.kept_axis is not None:  # a quantised one is the messages of all ranks of its axis, scales and all
             size, others = self.kept_axis.size, [axis for axis in layout.param_axes if not axis.stage.kept]
             kept = size * wire_bytes(self.numel(others) // size, self.kept_wire)

@@ -243,18 +243,14 @@ def _program(
         reduction = (Op(Action.REDUCE, unit), *exposed) if units[unit].trainable else ()
         # The gather for the unit before was issued at PRE_BACKWARD: on one communicator it must not queue behind this.
         program[PointKind.POST_BACKWARD, unit] = (Op(Action.DROP, unit), *reduction)
-    drop = _each(Action.DROP, order)
+    drop = tuple(Op(Action.DROP, unit) for unit in order)
     program[PointKind.END_FORWARD, -1] = drop
-    program[PointKind.LEAVE, -1] = () if gathers else _each(Action.RESHARD, order)
+    program[PointKind.LEAVE, -1] = () if gathers else tuple(Op(Action.RESHARD, unit) for unit in order)
     program[PointKind.END_BACKWARD, -1] = (Op(Action.FLUSH, -1), *drop)
     exposed = () if overlaps else (Op(Action.SYNC, -1),)
     at_once = order if not windowed else () if late else [unit for unit in order if units[unit].trainable][:2]
     program[PointKind.STEPPED, -1] = (*_refreshes(units, at_once), *exposed)
     return program
-
-
-def _each(action: Action, order: Sequence[int]) -> tuple[Op, ...]:
-    return tuple(Op(action, unit) for unit in order)
 
 
 def _refreshes(units: Sequence[_Facts], which: Sequence[int]) -> tuple[Op, ...]:

@@ -23,7 +23,7 @@ from zeromesh.planner.workload import Workload
 from zeromesh.schedule.step import sent_bytes_per_axis
 from zeromesh.simulator.run import simulate
 from zeromesh.simulator.workload import FixedWorkload
-from zeromesh.strategy import registered_collective
+from zeromesh.strategy.collective import registered_collective
 from zeromesh.wires import registered_wire
 
 PAGE = Path(__file__).parents[3] / "docs" / "extending.md"

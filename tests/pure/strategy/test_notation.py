@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from tests.pure.strategy.mixes import KEPT, STAGES, illegal, mixes, notation
 from zeromesh.errors import NotationError
-from zeromesh.strategy import AxisStage, Layout, Stage, Strategy, Wire
+from zeromesh.strategy import Layout, Stage, Strategy, Wire
 from zeromesh.strategy.presets import PRESETS
-from zeromesh.strategy.strategy import MAX_PREFETCH
+from zeromesh.strategy.strategy import MAX_PREFETCH, AxisStage
 
 parse = Strategy.parse
 
