@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from zeromesh.checkpoint.states import extra_names, extra_states, set_extra_states
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control, broadcast_bytes
-from zeromesh.engine.elements import require_one_of_a_name
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.leaf import local_of
@@ -69,7 +68,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         ModelError: on every rank, if names are missing or unknown, or a shape differs; nothing is changed then.
     """
     engine = engine_of(model)
-    require_one_of_a_name(engine.homes)
+    engine.require_one_of_a_name()
     _require_match(engine, model, state)
     engine.at_rest()
     for buffer in buffers_of(engine):
@@ -86,7 +85,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     for name, held in persistent_buffers(model):
         if engine.control.first:
             held.copy_(state[name])
-        engine.control.broadcast_all(held)
+        engine.control.broadcast(held)
+        for group in engine.control.beyond:
+            broadcast_bytes(held, group)
     set_extra_states(model, engine.control.say({name: state.get(name) for name in extra_names(model)}))
     engine.changed()
 

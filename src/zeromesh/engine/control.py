@@ -160,21 +160,17 @@ class Control:
 
     def say(self, value: ResultT) -> ResultT:
         """The first rank's value, on every rank."""
-        for group in (self.group, *self.beyond):
-            value = value if group is None else self._said(group, value)
+        # The length in a word, then the bytes. Torch's own takes a length from the first rank alone, and in a group
+        # that only counts nobody hears from it: here each rank says its own.
+        for group in filter(None, (self.group, *self.beyond)):
+            data = pickle.dumps(value)
+            length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+            dist.broadcast(length, group_src=0, group=group)
+            count = int(length)
+            sent = torch.frombuffer(bytearray(data[:count].ljust(count, b"\0")), dtype=torch.uint8).to(self.device)
+            dist.broadcast(sent, group_src=0, group=group)
+            value = pickle.loads(sent.cpu().numpy().tobytes())
         return value
-
-    def _said(self, group: dist.ProcessGroup, value: ResultT) -> ResultT:
-        """The length in a word, then the bytes. Torch's own takes a length from the first rank alone, and in a group
-        that only counts nobody hears from it: here each rank says its own."""
-        data = pickle.dumps(value)
-        length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-        dist.broadcast(length, group_src=0, group=group)
-        count = int(length)
-        sent = torch.frombuffer(bytearray(data[:count].ljust(count, b"\0")), dtype=torch.uint8).to(self.device)
-        dist.broadcast(sent, group_src=0, group=group)
-        said: ResultT = pickle.loads(sent.cpu().numpy().tobytes())
-        return said
 
     def together(
         self, attempt: Callable[[], ResultT], *, call: str = "zm.shard", left: str = "Nothing was sharded"
@@ -199,12 +195,6 @@ class Control:
                     f"start every rank again, with the same model and arguments"
                 )
         return result
-
-    def broadcast_all(self, values: Tensor) -> None:
-        """The values of the first rank of all, to all."""
-        self.broadcast(values)
-        for group in self.beyond:
-            broadcast_bytes(values, group)
 
     def require_aligned(self) -> None:
         """Raises MeshError, on every rank, unless all ranks along each axis beyond have the same place in their

@@ -10,7 +10,7 @@ compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from zeromesh.engine.control import Control, Span
-from zeromesh.errors import ModelError, OptimizerError
+from zeromesh.errors import OptimizerError
 from zeromesh.pieces.region import Region
 from zeromesh.strategy import Axis, Layout
 
@@ -187,28 +187,3 @@ class Home:
         first, before = divmod(start, shard)
         alone = before + numel <= shard
         return (self.ranks, mesh, found, 0 if alone else shard), first, 0 if alone else shard - before
-
-
-def require_one_of_a_name(homes: Mapping[str, Home]) -> None:
-    """Raises ModelError where other ranks have other parameters under the same names: none of them is whole, or a known
-    part of a whole one, to be saved or loaded."""
-    for part, home in homes.items():
-        if home.ambiguous(homes[""].control):
-            raise ModelError(
-                f"parameters of part {part} are other tensors on other ranks, since its mesh has {home.layout.world} "
-                f"of the model's {home.layout.feeders} ranks and they are whole on each: a name that is saved "
-                f"and loaded must mean one tensor. Make them DTensors over the axis that divides them, as with "
-                f"distribute_tensor(param, mesh, [Shard(0)])"
-            )
-
-
-def require_own_tokens(homes: Mapping[str, Home]) -> None:
-    """Raises ModelError where gradients on a rank come of other ranks' tokens too: [Note: Weights] of
-    `zeromesh.engine.lifecycle`."""
-    for part, home in homes.items():
-        if home.layout.share < 1:
-            raise ModelError(
-                f"gradients of part {part} come of several ranks' tokens, which have weights of their own: let each "
-                f"rank's loss carry its weight, as in: with zm.accumulate(model, last=..., weight=..., total=...) as "
-                f"weigh: weigh(loss).backward()"
-            )

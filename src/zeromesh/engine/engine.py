@@ -22,7 +22,7 @@ from zeromesh.comm.lane import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.calls import OutputHook, as_python, tensors_of
 from zeromesh.engine.control import reduce_over
-from zeromesh.engine.elements import Home, require_one_of_a_name, require_own_tokens
+from zeromesh.engine.elements import Home
 from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.lifecycle import Agreement, Changes, Step, Weight
 from zeromesh.engine.param import ShardedParameter
@@ -118,10 +118,17 @@ class Engine:
             if param.requires_grad and not own:
                 yield name, param
 
+    def require_one_of_a_name(self) -> None:
+        """As `zeromesh.engine.parts` has it."""
+        if len(self.homes) > 1:
+            from zeromesh.engine.parts import require_one_of_a_name  # of parts=
+
+            require_one_of_a_name(self.homes)
+
     def require_own(self) -> None:
         """Raises ModelError for parameters that `added` finds: whoever saves the model would leave them out; and as
-        `zeromesh.engine.elements.require_one_of_a_name`."""
-        require_one_of_a_name(self.homes)
+        `require_one_of_a_name`."""
+        self.require_one_of_a_name()
         for name, _ in self.added():
             raise ModelError(
                 f"{name} was added to the model after zm.shard, so it would not be saved: "
@@ -311,7 +318,9 @@ class Engine:
         self._require_whole()
         if not running.inputs_only:  # else nothing comes to the step yet
             weighted = self.weight.scale is not None
-            if weighted and not self.weight.in_loss:
+            if weighted and not self.weight.in_loss and len(self.homes) > 1:
+                from zeromesh.engine.parts import require_own_tokens  # of parts=
+
                 require_own_tokens(self.homes)
             if self._step is Step.SHOWN:
                 self.backend.settle()  # it is still at the gradients whose memory the next ones take

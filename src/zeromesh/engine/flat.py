@@ -338,6 +338,9 @@ class FlatShards:
         held, spans, layout = self.range_of(axes), home.spans(control, axes), str(home.layout.strategy)
         in_params = self.master is None or self.master_in_params
         in_leaves = bool(self.leaves) and in_params and not self.gathered
+        on_host = self.spec.trainable and "master" in self.placed.on_host_kinds
+        grads_on = self.shown.device if self.spec.trainable else self.device
+        attributes |= {"on_host": on_host, "grads_on": grads_on, "streamed": self.placed.streamed}
         for index, place in enumerate(self.places):
             start, stop = overlap(place, held)
             spread = place.info.spread
@@ -359,11 +362,7 @@ class FlatShards:
             own = shard[start - held.start : stop - held.start]
             if in_leaves:  # with the leaf's version, which autograd looks at
                 own = local_of(self.leaves[index]).detach().view(-1)[start - place.start : stop - place.start]
-            on_host = self.spec.trainable and "master" in self.placed.on_host_kinds
-            grads_on = self.shown.device if self.spec.trainable else self.device
-            attributes |= {"elements": elements, "on_host": on_host, "grads_on": grads_on}
-            attributes["streamed"] = self.placed.streamed
-            param = make_slice(ShardedParameter, own, self.spec.trainable, **attributes)
+            param = make_slice(ShardedParameter, own, self.spec.trainable, elements=elements, **attributes)
             _carry_attributes(place.info.param, param)
             self.optimizer_params.append(param)
             if self.spec.trainable:

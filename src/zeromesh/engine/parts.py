@@ -248,3 +248,28 @@ def require_known_buffers(model: nn.Module, layouts: Mapping[str, Layout]) -> No
                 f"name: keep it in a module outside of the part where it is the same on all ranks, or else register it "
                 f"with persistent=False"
             )
+
+
+def require_one_of_a_name(homes: Mapping[str, Home]) -> None:
+    """Raises ModelError where other ranks have other parameters under the same names: none of them is whole, or a known
+    part of a whole one, to be saved or loaded."""
+    for part, home in homes.items():
+        if home.ambiguous(homes[""].control):
+            raise ModelError(
+                f"parameters of part {part} are other tensors on other ranks, since its mesh has {home.layout.world} "
+                f"of the model's {home.layout.feeders} ranks and they are whole on each: a name that is saved "
+                f"and loaded must mean one tensor. Make them DTensors over the axis that divides them, as with "
+                f"distribute_tensor(param, mesh, [Shard(0)])"
+            )
+
+
+def require_own_tokens(homes: Mapping[str, Home]) -> None:
+    """Raises ModelError where gradients on a rank come of other ranks' tokens too: [Note: Weights] of
+    `zeromesh.engine.lifecycle`."""
+    for part, home in homes.items():
+        if home.layout.share < 1:
+            raise ModelError(
+                f"gradients of part {part} come of several ranks' tokens, which have weights of their own: let each "
+                f"rank's loss carry its weight, as in: with zm.accumulate(model, last=..., weight=..., total=...) as "
+                f"weigh: weigh(loss).backward()"
+            )

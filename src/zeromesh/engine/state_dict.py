@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
-from zeromesh.engine.elements import require_one_of_a_name
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.param import ShardedParameter, loaded_operand, refuse_transforms
 from zeromesh.errors import CheckpointError
@@ -31,7 +30,7 @@ def install_state_dict(model: nn.Module, engine: Engine) -> None:
     def shown(_: nn.Module, state: dict[str, Any], prefix: str, __: dict[str, Any]) -> None:
         found = reference()
         if found is not None:
-            require_one_of_a_name(found.homes)
+            found.require_one_of_a_name()
             for key in [key for key in state if key.startswith(prefix)]:  # the order is kept
                 state[prefix + clean_name(key.removeprefix(prefix))] = state.pop(key)
 

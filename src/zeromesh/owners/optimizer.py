@@ -170,9 +170,15 @@ class OwnerOptimizer(Optimizer):
         options: dict[str, Any],
     ) -> None:
         """Chooses owners, and puts the buckets into the engine's schedule."""
-        home, known = _home_of(engine, self.kind, params), _places(engine)
-        places, dtypes = [known[param][0] for param in params], [known[param][2] for param in params]
-        self._grad_dtypes = {param: DTYPES[known[param][2][0]] for param in params}
+        known = {
+            param: (place, buffer)
+            for buffer in (buffer for unit in engine.units for buffer in unit.trained)
+            for place, param in zip(buffer.places, buffer.optimizer_params, strict=True)
+        }
+        places, buffers = [known[param][0] for param in params], [known[param][1] for param in params]
+        home = _home_of(engine, self.kind, {buffer.spec.part for buffer in buffers} or {""})
+        dtypes = [(b.spec.grad_dtype, b.spec.master_dtype or b.spec.param_dtype) for b in buffers]
+        self._grad_dtypes = {param: DTYPES[grad] for param, (grad, _) in zip(params, dtypes, strict=True)}
         self._given = options
         self._require_same(engine, places, cost, bucket_bytes)
         beyond = Beyond.of(engine, home, places, self._stacking)
@@ -186,10 +192,10 @@ class OwnerOptimizer(Optimizer):
                 name=place.info.name,
                 shape=region.sizes,
                 start=place.start,
-                padded=known[param][1],
+                padded=buffer.padded,
                 planes=beyond.held(place),
             )
-            for param, place, region in zip(params, places, joined, strict=True)
+            for place, buffer, region in zip(places, buffers, joined, strict=True)
         ]
         costs = [cost(placement.shape) for placement in self.placements]
         self.owners: Owners = choose_owners(layout, self.placements, costs)
@@ -400,21 +406,8 @@ def _disown(reference: weakref.ref[Engine], number: int) -> None:
         engine.interpreter.adopt(engine.schedule.without_owned(number))
 
 
-def _places(engine: Engine) -> dict[ShardedParameter, tuple[ParamRange, int, tuple[str, str]]]:
-    """Where each trained parameter lies, in a buffer of which length, and the dtypes of its gradient and values."""
-    found = {}
-    for buffer in (buffer for unit in engine.units for buffer in unit.buffers if buffer.spec.trainable):
-        dtypes = buffer.spec.grad_dtype, buffer.spec.master_dtype or buffer.spec.param_dtype
-        for place, param in zip(buffer.places, buffer.optimizer_params, strict=True):
-            found[param] = place, buffer.padded, dtypes
-    return found
-
-
-def _home_of(engine: Engine, kind: type[Optimizer], params: Sequence[ShardedParameter]) -> Home:
-    """The home of the one layout that all of them have; the model's if there are none."""
-    wanted = set(params)
-    buffers = [buffer for unit in engine.units for buffer in unit.buffers]
-    parts = {buffer.spec.part for buffer in buffers if not wanted.isdisjoint(buffer.optimizer_params)} or {""}
+def _home_of(engine: Engine, kind: type[Optimizer], parts: set[str]) -> Home:
+    """The home of the one layout that tensors of these parts have."""
     if len(parts) > 1:
         shown = ", ".join(f"part {part}" if part else "no part" for part in sorted(parts))
         raise OptimizerError(
@@ -436,9 +429,7 @@ def free_bytes(device: torch.device) -> int | None:
 def require_memory(optimizer: OwnerOptimizer, control: Control) -> None:
     """Raises OptimizerError, on all ranks, where one has less memory free than its own tensors' states, values and
     gradients will take."""
-    param = next(param for group in optimizer.param_groups for param in group["params"])
-    engine = param.engine() if isinstance(param, ShardedParameter) else None
-    free = free_bytes(param.device if engine is None else engine.backend.device)
+    free = free_bytes(optimizer.buckets[0].device)
     if free is None:
         return
     kept, room = optimizer.state_bytes() + optimizer.kept_bytes(), optimizer.room_bytes()[0]

@@ -51,7 +51,7 @@ def belongs(part: str, module: str, kind: str) -> bool:
     return kind == part[1:-1] if part.startswith("<") else fnmatchcase(module, part)
 
 
-def with_given(strategy: Strategy, parts: Mapping[str, Part], axes: Mapping[str, Iterable[str] | None]) -> Strategy:
+def with_given(strategy: Strategy, parts: Mapping[str, Part], axes: Mapping[str, Sequence[str]]) -> Strategy:
     """`strategy` with the strategies that `parts` gives beside the notation.
 
     Args:
@@ -69,8 +69,7 @@ def with_given(strategy: Strategy, parts: Mapping[str, Part], axes: Mapping[str,
                 f"{strategy} | {name}: {strategy.with_parts({})}"
             )
         if part.strategy is not None:
-            names = axes[name]
-            given = Strategy.parse(part.strategy, None if names is None else list(names))
+            given = Strategy.parse(part.strategy, axes[name])
             if found.setdefault(name, given) != given:
                 raise NotationError(f"part {name} has two strategies, {found[name]} and {given}")
     return strategy.with_parts(found)
