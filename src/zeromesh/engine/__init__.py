@@ -5,7 +5,7 @@ Reading order: `units` (cutting a module), `param` (the optimizer's slices), `fl
 `api`.
 
 The other files are for features, and loaded by whoever asks for one: `steps` (the functions of a step), `parts`,
-`spread` (DTensors), `lazy` and `materialise` (tensors without values), `casts` (`param_dtype`), `reductions`,
-`meetings` and `whole` (numbers and tensors of all ranks), `hosted` and `beside` (`host=`), `parked`, `vouched` (other
-optimizers) and `guard`.
+`spread` (DTensors), `lazy` and `materialise` (tensors without values), `casts` (`param_dtype`), `functions`,
+`reductions`, `meetings` and `whole` (numbers and tensors of all ranks), `hosted` and `beside` (`host=`), `parked`,
+`vouched` (other optimizers) and `guard`.
 """

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -152,13 +153,13 @@ class Slice(Sliced, torch.Tensor):
         acts = _thread.acts
         act, kwargs = acts.get(func), kwargs or {}
         if not args:
-            args, kwargs = _first_by_position(func, kwargs)
+            args, kwargs = _other("first_by_position")(func, args, kwargs)
         gathers = acts is _ALLOWED and (act in _GATHERS or func in _DETACHED)  # an optimizer steps on slices
         if gathers and (engine := _running_engine(args, kwargs)) is not None:
             return engine.on_demand(func, args, kwargs)
         if act is None:
-            raise _refusal(func, args, kwargs)
-        if UNSETTLED and act not in _VALUELESS and (like := _first_slice(args, kwargs)) is not None:
+            raise refusal(func, args, kwargs)
+        if UNSETTLED and act not in _VALUELESS and (like := first_slice(args, kwargs)) is not None:
             settle(like.elements.control)
         with torch._C.DisableTorchFunctionSubclass():
             return act(func, args, kwargs)
@@ -311,7 +312,7 @@ def _localised(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of an elementwise function, with each operand as it is on this rank; of one over lists of tensors,
     position by position."""
     columns = _columns((*args, *kwargs.values()))
-    likes = [_first_slice(each) for each in columns or [[*args, *kwargs.values()]]]
+    likes = [first_slice(each) for each in columns or [[*args, *kwargs.values()]]]
 
     def local(like: Slice | None, value: Any) -> Any:
         return value if like is None else local_operand(like, value, name)
@@ -338,13 +339,13 @@ def _sliced_result(name: str, result: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(result, list | tuple) and name.startswith("_foreach_"):
         columns = _columns((*args, *kwargs.values()))
         return [_sliced_result(name, one, column, {}) for one, column in zip(result, columns, strict=True)]
-    like = _first_slice(args, kwargs)
+    like = first_slice(args, kwargs)
     if like is None:
         return result
     if isinstance(result, Slice):
         return result
     if not isinstance(result, Tensor) or result.shape != (like.elements.numel,):
-        raise _refusal(name, [like])
+        raise refusal(name, [like])
     if result.grad_fn is None:
         return make_slice(Slice, result, result.requires_grad, elements=like.elements)
     made = result.as_subclass(Slice)
@@ -352,7 +353,7 @@ def _sliced_result(name: str, result: Any, args: Any, kwargs: Any) -> Any:
     return made
 
 
-def _first_slice(args: Any, kwargs: Any = MappingProxyType({})) -> Slice | None:
+def first_slice(args: Any, kwargs: Any = MappingProxyType({})) -> Slice | None:
     return next((arg for arg in tensors_in([*args, *kwargs.values()]) if isinstance(arg, Slice)), None)
 
 
@@ -388,20 +389,20 @@ class _Apart(torch.autograd.Function):
         )
 
 
-def _apart(name: str, compute: Callable[[], Any], args: Any, kwargs: Any, written: Sequence[Tensor] = ()) -> Any:
+def apart(name: str, compute: Callable[[], Any], args: Any, kwargs: Any, written: Sequence[Tensor] = ()) -> Any:
     """Returns `compute()`; if autograd would follow it, as a result of `_Apart`."""
     if not torch.is_grad_enabled():
         return compute()
     followed = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor.requires_grad]
     if not followed:
         return compute()
-    like = _first_slice(args, kwargs)
+    like = first_slice(args, kwargs)
     assert like is not None  # else nothing is refused
     return _Apart.apply(compute, name, like.full_name, written, *written, *followed)  # type: ignore[no-untyped-call]
 
 
-def _refusal(func: Any, args: Any, kwargs: Any = MappingProxyType({})) -> OptimizerError:
-    owner = _first_slice(args, kwargs)
+def refusal(func: Any, args: Any, kwargs: Any = MappingProxyType({})) -> OptimizerError:
+    owner = first_slice(args, kwargs)
     label = f"{owner.full_name} {tuple(owner.shape)}" if owner is not None else "a sharded parameter"
     name = func if isinstance(func, str) else func.__name__
     name = func.__self__.__name__ if name in ("__get__", "__set__") else name
@@ -423,47 +424,8 @@ def refuse_transforms() -> None:
 
 def _transformed(wrap: Callable[..., Any], tensor: Any, *args: Any) -> Any:
     if isinstance(tensor, Slice):
-        raise _refusal("torch.func", [tensor])
+        raise refusal("torch.func", [tensor])
     return wrap(tensor, *args)
-
-
-# ---- spellings
-
-_SAME = dict(self="input", x="input", a="input", x1="input", x2="other", axis="dim", keepdims="keepdim")
-"""Names that torch takes for another."""
-
-
-@cache
-def _forms(func: Any) -> list[list[tuple[str, bool]]]:
-    """The parameters that each form of a function takes by position: names, and whether they are tensors."""
-    if hasattr(func, "__code__"):
-        return [[(_SAME.get(name, name), False) for name in func.__code__.co_varnames[: func.__code__.co_argcount]]]
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{func.__name__}")
-    forms = [[arg for arg in schema.arguments if not arg.kwarg_only] for schema in schemas]
-    return [[(_SAME.get(arg.name, arg.name), "Tensor" in str(arg.type)) for arg in form] for form in forms]
-
-
-def _first_by_position(func: Any, kwargs: Any) -> tuple[Any, Any]:
-    first = {form[0][0] for form in _forms(func) if form}
-    for key, value in kwargs.items():
-        if _SAME.get(key, key) in first:
-            return (value,), {other: kwargs[other] for other in kwargs if other != key}
-    return (), kwargs
-
-
-def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """All arguments by name, without those that say no dimension, or not to keep one."""
-    fitting = (form for form in _forms(func) if len(form) >= len(args) and all(map(_fits, args[1:], form[1:])))
-    names = [name for name, _ in next(fitting, [("input", True)])]
-    if len(args) > len(names):
-        raise _refusal(func, args, kwargs)
-    named = dict(zip(names, args, strict=False)) | {_SAME.get(key, key): value for key, value in kwargs.items()}
-    # Not by equality: dimension 0 is equal to False.
-    return {k: v for k, v in named.items() if not (v is None or v is False or (isinstance(v, list | tuple) and not v))}
-
-
-def _fits(value: Any, parameter: tuple[str, bool]) -> bool:
-    return isinstance(value, Tensor) == parameter[1] or value is None
 
 
 # ---- the functions of the list, by kind
@@ -474,20 +436,20 @@ def _read(func: Any, args: Any, kwargs: Any) -> Any:
     return result.as_subclass(torch.Tensor) if type(result) is ShardedParameter else result
 
 
-def _compute(func: Any, args: Any, kwargs: Any) -> Any:
+def compute_each(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.__name__
     out = kwargs.get("out")
     if isinstance(out, Slice) or (out is not None and not stepping()):
-        raise _refusal(f"{name}(out=...)", args, kwargs)
+        raise refusal(f"{name}(out=...)", args, kwargs)
     if stepping():
         result = func(*args, **kwargs)
         return result if out is not None else _sliced_result(name, result, args, kwargs)
     own, options = _localised(name, args, kwargs)
-    result = _apart(name, lambda: func(*own, **options), args, kwargs)
+    result = apart(name, lambda: func(*own, **options), args, kwargs)
     return _sliced_result(name, result, args, kwargs)
 
 
-def _write(func: Any, args: Any, kwargs: Any) -> Any:
+def write_to(func: Any, args: Any, kwargs: Any) -> Any:
     """In place. Operands are compared before anything is written."""
     targets = args[0] if type(args[0]) in (list, tuple) else args[:1]
     slices = [each for each in targets if isinstance(each, Slice)]
@@ -502,16 +464,16 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*own, **options)  # with autograd, torch's own error about leaves
     else:
         result = None
-        _apart(func.__name__, lambda: (func(*own, **options), slices)[1], args, kwargs, written=slices)
+        apart(func.__name__, lambda: (func(*own, **options), slices)[1], args, kwargs, written=slices)
     for each in slices:
         each.zeroed = func in allowed.ZEROING
     return None if isinstance(args[0], list | tuple) else NotImplemented if result is NotImplemented else args[0]
 
 
 def _write_in_step(func: Any, args: Any, kwargs: Any) -> Any:
-    """`_write`, shorter where no autograd is, since each parameter has several a step."""
+    """`write_to`, shorter where no autograd is, since each parameter has several a step."""
     if torch.is_grad_enabled():
-        return _write(func, args, kwargs)
+        return write_to(func, args, kwargs)
     first = args[0]
     if type(first) is not Tensor:  # but an optimizer's state
         for each in first if type(first) in (list, tuple) else (first,):
@@ -526,8 +488,8 @@ def _require_slices(func: Any, targets: Sequence[Any], args: Any, kwargs: Any) -
     operands = (*args[1:], *kwargs.values())
     columns = _columns(operands) if isinstance(args[0], list | tuple) else [operands]
     for target, others in zip(targets, columns, strict=False):
-        if _elements_of(target) is None and (like := _first_slice(others)) is not None:
-            raise _refusal(f"{func.__name__} into a plain tensor", [like])
+        if _elements_of(target) is None and (like := first_slice(others)) is not None:
+            raise refusal(f"{func.__name__} into a plain tensor", [like])
 
 
 def tell_of_write(target: Slice) -> None:
@@ -537,38 +499,13 @@ def tell_of_write(target: Slice) -> None:
         engine.changing(owner)
 
 
-def _set_chosen(func: Any, args: Any, kwargs: Any) -> Any:
-    """One number for the elements that an index or a mask chooses, as in `grad[:n] = 0` and `sign[sign > 0] = 1`."""
-    name, target = func.__name__, args[0]
-    if name == "__setitem__":
-        _, index, value = args
-    else:
-        named = _by_name(func, args, kwargs)
-        dim, index, value = (named.get(key, 0) for key in ("dim", "index", "value"))
-    if stepping() and isinstance(index, Tensor) and index.dtype == torch.bool:
-        return _write(func, args, kwargs)
-    one = not isinstance(value, Slice) and (not isinstance(value, Tensor) or value.numel() == 1)
-    masks = not isinstance(index, Slice) or index.dtype == torch.bool
-    if not one or not masks or not isinstance(target, Slice):
-        raise _refusal(func, args)
-    if name != "__setitem__":
-        if not -target.ndim <= dim < target.ndim:
-            raise _refusal(f"{name} over dimension {dim}", args)
-        index = (*(slice(None) for _ in range(dim % target.ndim)), index)
-        target = target if name.endswith("_") else _make(torch.clone, (target,), {})
-    if not isinstance(index, Slice):
-        index = slice_of(target.elements, target.elements.chosen(index, name).to(target.device))
-    value = value.reshape(()) if isinstance(value, Tensor) else value
-    return _write(torch.Tensor.masked_fill_, (target, index, value), {})
-
-
-def _make(func: Any, args: Any, kwargs: Any) -> Any:
+def make_like(func: Any, args: Any, kwargs: Any) -> Any:
     """Copies and new tensors of the same elements."""
     source, name = args[0] if args else None, func.__name__
     if not isinstance(source, Slice):  # a plain one made like a slice: of its device and dtype
         return func(*args, **kwargs)
     followed = () if name.endswith("_like") else args  # those have no values of their source's
-    result = _apart(name, lambda: func(*args, **kwargs), followed, {})
+    result = apart(name, lambda: func(*args, **kwargs), followed, {})
     if not isinstance(result, Tensor) or result is source:
         return result
     if not stepping():
@@ -578,86 +515,10 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def _draw(func: Any, args: Any, kwargs: Any) -> Any:
-    """Random numbers for the whole tensor, of which this rank takes its elements: alike on ranks that hold the same."""
-    source = args[0]
-    whole = func(torch.empty((), dtype=source.dtype, device=source.device).expand(source.shape), *args[1:], **kwargs)
-    own = source.elements.part_of(whole, func.__name__).expand(source.elements.numel).clone()
-    return own if stepping() else slice_of(source.elements, own)
-
-
 def _show(func: Any, args: Any, kwargs: Any) -> Any:
     """The same memory, outside of autograd."""
     owner = args[0].owner
     return slice_of(args[0].elements, args[0].local) if owner is None else owner.shown()
-
-
-# ---- numbers of the whole tensor
-
-
-def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
-    name, options = func.__name__, _by_name(func, args, kwargs)
-    operands = [options.pop(key) for key in ("input", "other", "tensor") if key in options]
-    dtype = options.pop("dtype", None)
-    further = options.keys() - ({"rtol", "atol", "equal_nan"} if name == "allclose" else set())
-    if further or (len(operands) > 1 and dtype is not None):
-        raise _refusal(f"{name} over a dimension, or into a tensor,", args, kwargs)
-    if name in ("max", "min") and len(operands) > 1:
-        return _compute(getattr(torch, f"{name}imum"), operands, {})
-    like = _first_slice(operands)
-    assert like is not None
-    if name == "equal" and any(each.shape != like.shape for each in operands):
-        return False
-    own = [torch.Tensor.as_subclass(local_operand(like, each, name), torch.Tensor) for each in operands]
-    own = [each.expand(like.elements.numel) for each in own]
-    if any(each.is_complex() for each in own):
-        raise _refusal(f"{name} of complex numbers", args, kwargs)
-    if name.endswith("dot") and any(each.dim() != 1 or each.shape != like.shape for each in operands):
-        raise _refusal(f"{name} of tensors that are not of one dimension and one length", args, kwargs)
-    if name in allowed.NUMBERS:
-        return _number(func, like)
-    own = own if dtype is None else [each.to(dtype) for each in own]
-    like_torch = func(*(torch.ones(1, dtype=each.dtype) for each in own), **options)
-
-    def compute() -> Any:
-        from zeromesh.engine.reductions import whole_value  # of numbers of whole tensors
-
-        found = whole_value(name, like.elements, own, options)
-        return found.to(dtype or like_torch.dtype) if isinstance(like_torch, Tensor) else found.item()
-
-    return _apart(name, compute, args, kwargs) if isinstance(like_torch, Tensor) else compute()
-
-
-def _number(func: Any, source: Slice) -> Any:
-    """The only element of a tensor, as a number; only some ranks hold it."""
-    if source.numel() != 1:
-        raise _refusal(func, [source])
-    from zeromesh.engine.reductions import whole_value
-
-    found = whole_value("item", source.elements, [source.local], {})
-    return func(found.to(source.dtype))
-
-
-def _norm(func: Any, args: Any, kwargs: Any) -> Any:
-    name, options = func.__name__, _by_name(func, args, kwargs)
-    tensors, dtype = options.pop("input"), options.pop("dtype", None)
-    order = options.pop("ord", options.pop("p", None))
-    tensors = tensors if name == "_foreach_norm" else [tensors]
-    slices = [tensor for tensor in tensors if isinstance(tensor, Slice)]
-    if options or len(slices) != len(tensors):
-        raise _refusal(f"{name} over a dimension, or of sharded and plain tensors together,", args)
-    if not all(tensor.is_floating_point() for tensor in slices):  # torch refuses them where a rank has elements
-        raise _refusal(f"{name} of numbers that are not real", args)
-    frobenius, matrices = order in (None, "fro"), any(tensor.ndim != 1 for tensor in slices)
-    if not frobenius and (isinstance(order, str) or (name == "linalg_norm" and matrices)):
-        raise _refusal(f"{name} with ord={order!r}, a norm of matrices,", args)
-    local, elements = [tensor.local for tensor in slices], [tensor.elements for tensor in slices]
-    power = 2.0 if frobenius else float(order)
-    local = local if dtype is None else [each.to(dtype) for each in local]
-    from zeromesh.engine.reductions import whole_norms
-
-    norms = _apart(name, lambda: whole_norms(name, elements, local, power), args, kwargs)
-    return list(norms) if name == "_foreach_norm" else norms[0]
 
 
 def _unscale(func: Any, args: Any, kwargs: Any) -> None:
@@ -674,78 +535,43 @@ def _count(func: Any, args: Any, kwargs: Any) -> int:
     return math.prod(args[0].shape)
 
 
-# ---- parameters alone
+@cache
+def _other(name: str) -> Callable[..., Any]:
+    """A function of `zeromesh.engine.functions`, which builds on this module."""
 
+    def act(func: Any, args: Any, kwargs: Any) -> Any:
+        return resolve_name(f"zeromesh.engine.functions:{name}")(func, args, kwargs)
 
-def _keep_trainable(func: Any, args: Any, kwargs: Any) -> Any:
-    """Whether a parameter is trained decided its buffers and its place in them."""
-    target, value = args[0], bool([*args[1:], *kwargs.values(), True][0])
-    if isinstance(target, ShardedParameter) and value != target.requires_grad:
-        was, now = ("trainable", "freeze") if target.requires_grad else ("frozen", "unfreeze")
-        raise ModelError(f"{target.full_name} was {was} when zm.shard was called: {now} it before zm.shard")
-    return func(*args, **kwargs)
-
-
-def _keep_memory(func: Any, args: Any, kwargs: Any) -> Any:
-    """A slice is a view of the master: other memory would not be gathered."""
-    target, value = args
-    if isinstance(target, Slice):
-        old = target.local
-        new = value.local if isinstance(value, Slice) else value
-        if (old.dtype, old.device, old.data_ptr(), old.shape) != (new.dtype, new.device, new.data_ptr(), new.shape):
-            raise ModelError(
-                f"{target.full_name} is a view of this rank's shard ({old.dtype} on {old.device}), so it can be "
-                f"neither moved nor cast (to {new.dtype} on {new.device}) nor replaced: move and cast the model before "
-                f"zm.shard, choose dtypes by param_dtype= and master_dtype=, and write values by `.copy_`"
-            )
-    return func(*args, **kwargs)
-
-
-def _no_hook(func: Any, args: Any, kwargs: Any) -> Any:
-    if isinstance(args[0], ShardedParameter):
-        raise ModelError(
-            f"a hook on {args[0].full_name} would never be called: autograd computes gradients for copies of "
-            f"parameters, and they are reduced later. Change `.grad` after the last backward, before the step"
-        )
-    return func(*args, **kwargs)
-
-
-def _no_grad_of(func: Any, args: Any, kwargs: Any) -> Any:
-    owner = _first_slice(args, kwargs)
-    assert owner is not None
-    raise ModelError(
-        f"torch.autograd.{func.__name__} with respect to {owner.full_name}: autograd knows copies of sharded "
-        f"parameters only, and gradients are reduced in backward: call loss.backward(), without inputs=, and read "
-        f"`.grad`"
-    )
+    return act
 
 
 _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
     _read: allowed.PROPERTIES | allowed.SIZED,
-    _compute: allowed.OUT_OF_PLACE,
-    _write: allowed.IN_PLACE,
-    _make: allowed.COPIES,
-    _draw: allowed.RANDOM,
-    _norm: allowed.NORMS,
-    _reduce: allowed.REDUCTIONS,
+    compute_each: allowed.OUT_OF_PLACE,
+    write_to: allowed.IN_PLACE,
+    make_like: allowed.COPIES,
+    _other("draw"): allowed.RANDOM,
+    _other("norm"): allowed.NORMS,
+    _other("reduce"): allowed.REDUCTIONS,
     _unscale: allowed.UNSCALING,
     _count: [torch.numel],
-    _set_chosen: allowed.CHOOSING,
-    _show: [torch.detach, torch.Tensor.detach, torch.Tensor.data.__get__],  # type: ignore[attr-defined]
-    _keep_trainable: [torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__],  # type: ignore[attr-defined]
+    _other("set_chosen"): allowed.CHOOSING,
+    _show: [torch.detach, Tensor.detach, Tensor.data.__get__],  # type: ignore[attr-defined]
+    _other("keep_trainable"): [Tensor.requires_grad_, Tensor.requires_grad.__set__],  # type: ignore[attr-defined]
     # `nn.Module.to` asks the first, and would put a plain parameter in the slice's place where the answer is no.
-    _keep_memory: [torch._has_compatible_shallow_copy_type, torch.Tensor.data.__set__],  # type: ignore[attr-defined]
-    _no_hook: [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook],
-    _no_grad_of: [torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward],
+    _other("keep_memory"): [torch._has_compatible_shallow_copy_type, Tensor.data.__set__],  # type: ignore[attr-defined]
+    _other("no_hook"): [Tensor.register_hook, Tensor.register_post_accumulate_grad_hook],
+    _other("no_grad_of"): [torch.autograd.grad, torch.autograd.backward, Tensor.backward],
 }
-_VALUELESS = frozenset({_read, _count, _keep_trainable, _keep_memory, _no_hook, _no_grad_of})
+_REFUSALS = map(_other, ("keep_trainable", "keep_memory", "no_hook", "no_grad_of"))
+_VALUELESS = frozenset({_read, _count, *_REFUSALS})
 """These ask a slice for nothing that a step changes."""
 _DETACHED = frozenset({torch.detach, torch.Tensor.detach})
-_GATHERS = frozenset({None, _compute, _make, _norm, _reduce})
+_GATHERS = frozenset({None, compute_each, make_like, _other("norm"), _other("reduce")})
 """Functions that compute with values; inside a forward they use those of the whole parameter."""
 
 _ALLOWED = {function: kind for kind, functions in _KINDS.items() for function in functions}
-_STEPPING = _ALLOWED | {function: _write_in_step for function, kind in _ALLOWED.items() if kind is _write}
+_STEPPING = _ALLOWED | {function: _write_in_step for function, kind in _ALLOWED.items() if kind is write_to}
 """The same inside an optimizer's step: [Note: Stepping]."""
 
 
