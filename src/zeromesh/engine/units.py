@@ -189,7 +189,7 @@ def find_units(
 
 
 def join_modules(units: Sequence[ModuleUnit], precision: Precision, bucket_bytes: int) -> list[ModuleUnit]:
-    """Joins the modules as `zeromesh.schedule.unit.join_units` joins the units."""
+    """Joins the modules as `zeromesh.simulator.units.join_units` joins the units."""
     joined: list[ModuleUnit] = []
     for first, *others in neighbours([unit.describe(precision) for unit in units], bucket_bytes):
         for other in others:

@@ -34,8 +34,8 @@ A refresh after a step in the host's memory is launched when that step has ended
 there the step starts none, and each unit's forward only those of units that it prefetches, or of the next one, also
 where no parameters are sharded, if refreshes are only copies to the device.
 
-Where no parameters are gathered a unit may be called many times, by parts (`zeromesh.schedule.unit.join`), and has no
-slot to give back: it stays open until the outermost forward has ended.
+Where no parameters are gathered a unit may be called many times, by parts (`zeromesh.schedule.unit.neighbours`), and
+has no slot to give back: it stays open until the outermost forward has ended.
 """
 
 from __future__ import annotations

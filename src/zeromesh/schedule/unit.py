@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zeromesh.errors import InternalError, one_of
 
@@ -139,22 +139,3 @@ def _alone(unit: Unit, units: Sequence[Unit]) -> bool:
 def joined_name(names: Sequence[str]) -> str:
     """Name of joined units; the root's if it is one of them."""
     return names[0] if len(names) == 1 or not names[0] else f"{names[0]} to {names[-1]}"
-
-
-def join(units: Sequence[Unit]) -> Unit:
-    """Neighbours as one unit, with one buffer for all that differ in nothing but their length."""
-    if len(units) == 1:
-        return units[0]
-    numels: dict[FlatBuffer, int] = {}
-    for unit in units:
-        for buffer in unit.buffers:
-            kind = replace(buffer, numel=0)
-            numels[kind] = numels.get(kind, 0) + buffer.numel
-    buffers = tuple(replace(kind, numel=numel) for kind, numel in numels.items())
-    return Unit(name=joined_name([unit.name for unit in units]), role=units[0].role, buffers=buffers)
-
-
-def join_units(units: Sequence[Unit], bucket_bytes: int) -> tuple[list[Unit], list[list[int]]]:
-    """The units that are left, root first, and which ones of `units` each stands for."""
-    groups = neighbours(units, bucket_bytes)
-    return [join([units[index] for index in group]) for group in groups], groups

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
-from zeromesh.errors import NotationError
+from zeromesh.errors import ModelError, NotationError
 from zeromesh.model.spec import ModelSpec, UnitKind, UnitSpec
-from zeromesh.schedule.unit import FlatBuffer, HostShare, Role, Unit, join_units
+from zeromesh.schedule.unit import FlatBuffer, HostShare, Role, Unit, joined_name, neighbours
 from zeromesh.simulator.division import EXPERTS, NOTHING
 from zeromesh.simulator.workload import FixedWorkload
-from zeromesh.strategy.parts import modules_around, part_around, require_known
+from zeromesh.strategy.parts import belongs, require_known
 
 
 def schedule_units(
@@ -54,7 +55,7 @@ def _require_known(model: ModelSpec, parts: Sequence[str]) -> None:
             )
     tensors = (f"{name}.{tensor.name}" for spec in model.units for name in _names(spec) for tensor in spec.tensors)
     if parts:
-        require_known(parts, {module: "" for name in tensors for module in modules_around(name.lstrip("."))})
+        require_known(parts, {module: "" for name in tensors for module in _modules_around(name.lstrip("."))})
 
 
 def _names(spec: UnitSpec) -> list[str]:
@@ -72,7 +73,7 @@ def _pairs(
         buffers = _buffers(spec, workload, {})
         for name in _names(spec):
             if parts or share:
-                homes = {t.name: part_around(f"{name}.{t.name}".lstrip("."), parts) for t in spec.tensors}
+                homes = {t.name: _part_around(f"{name}.{t.name}".lstrip("."), parts) for t in spec.tensors}
                 buffers = _buffers(spec, workload, homes, share)
             yield Unit(name=name, role=role, buffers=buffers), spec
 
@@ -97,3 +98,44 @@ def _buffers(
         )
         for (part, trainable, dtype, on_device), numel in sizes.items()
     )
+
+
+def _part_around(parameter: str, parts: Iterable[str]) -> str:
+    """The part that a parameter of this qualified name is in, as far as names say; "" for none.
+
+    Raises:
+        ModelError: it would be in two.
+    """
+    modules = _modules_around(parameter)
+    found = [part for part in parts if any(belongs(part, module, "") for module in modules)]
+    if len(found) > 1:
+        raise ModelError(
+            f"{parameter} belongs to the parts {' and '.join(found)}, but can have only one layout: change their "
+            f"patterns so that only one matches"
+        )
+    return found[0] if found else ""
+
+
+def _modules_around(parameter: str) -> list[str]:
+    """Qualified names of the modules around a parameter, the root's "" first."""
+    steps = parameter.split(".")
+    return [".".join(steps[:depth]) for depth in range(len(steps))]
+
+
+def join(units: Sequence[Unit]) -> Unit:
+    """Neighbours as one unit, with one buffer for all that differ in nothing but their length."""
+    if len(units) == 1:
+        return units[0]
+    numels: dict[FlatBuffer, int] = {}
+    for unit in units:
+        for buffer in unit.buffers:
+            kind = replace(buffer, numel=0)
+            numels[kind] = numels.get(kind, 0) + buffer.numel
+    buffers = tuple(replace(kind, numel=numel) for kind, numel in numels.items())
+    return Unit(name=joined_name([unit.name for unit in units]), role=units[0].role, buffers=buffers)
+
+
+def join_units(units: Sequence[Unit], bucket_bytes: int) -> tuple[list[Unit], list[list[int]]]:
+    """The units that are left, root first, and which ones of `units` each stands for."""
+    groups = neighbours(units, bucket_bytes)
+    return [join([units[index] for index in group]) for group in groups], groups

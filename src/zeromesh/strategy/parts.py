@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from zeromesh.errors import MeshError, ModelError, NotationError, nearest
+from zeromesh.errors import MeshError, NotationError, nearest
 from zeromesh.strategy.layout import Layout
 from zeromesh.strategy.strategy import Strategy
 
@@ -91,28 +91,6 @@ def layouts_of(strategy: Strategy, mesh: Sizes, meshes: Mapping[str, Sizes]) -> 
             hint = "" if name in meshes else "; for other axes give zm.Part(mesh=...)"
             raise MeshError(f"part {name}: {error}{hint}") from None
     return layouts
-
-
-def part_around(parameter: str, parts: Iterable[str]) -> str:
-    """The part that a parameter of this qualified name is in, as far as names say; "" for none.
-
-    Raises:
-        ModelError: it would be in two.
-    """
-    modules = modules_around(parameter)
-    found = [part for part in parts if any(belongs(part, module, "") for module in modules)]
-    if len(found) > 1:
-        raise ModelError(
-            f"{parameter} belongs to the parts {' and '.join(found)}, but can have only one layout: change their "
-            f"patterns so that only one matches"
-        )
-    return found[0] if found else ""
-
-
-def modules_around(parameter: str) -> list[str]:
-    """Qualified names of the modules around a parameter, the root's "" first."""
-    steps = parameter.split(".")
-    return [".".join(steps[:depth]) for depth in range(len(steps))]
 
 
 def require_known(names: Iterable[str], modules: Mapping[str, str]) -> None:

@@ -14,7 +14,8 @@ from zeromesh.schedule.bucket import Bucket, BucketSteps, Shipment
 from zeromesh.schedule.lent import lent_axes
 from zeromesh.schedule.program import Schedule
 from zeromesh.schedule.step import sent_bytes_per_axis
-from zeromesh.schedule.unit import FlatBuffer, Role, Unit, join, join_units, neighbours
+from zeromesh.schedule.unit import FlatBuffer, Role, Unit, neighbours
+from zeromesh.simulator.units import join, join_units
 from zeromesh.strategy import Layout, Strategy
 from zeromesh.strategy.parts import layouts_of
 
