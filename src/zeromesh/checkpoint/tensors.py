@@ -25,9 +25,10 @@ from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control, gather_over
 from zeromesh.engine.engine import Engine, Pipeline
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.optim import WHOLE, is_number, stored, take_slices
+from zeromesh.engine.optim import WHOLE, is_number, take_slices
 from zeromesh.engine.param import ShardedParameter, Slice
 from zeromesh.engine.steps import require_joint
+from zeromesh.engine.vouched import stored
 from zeromesh.errors import CheckpointError, InputError
 from zeromesh.owners.optimizer import OwnerOptimizer
 from zeromesh.pieces.piece import DTYPE_NAMES, DTYPES, Piece, share, whole

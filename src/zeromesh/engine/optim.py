@@ -73,18 +73,6 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _installed: list[Any] = []
 
 
-def stored(key: str, state: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The plain tensors that a state consists of, by the names that they are saved under: itself, or the codes and
-    scales of a quantised one."""
-    return {f"{key}:{part}": getattr(state, part) for part in plain_parts(state)} or {key: state}
-
-
-def plain_parts(state: torch.Tensor) -> list[str]:
-    """As `torch.compile` asks subclasses of Tensor for the tensors inside them."""
-    flatten: Any = getattr(state, "__tensor_flatten__", None)
-    return list(flatten()[0]) if flatten else []
-
-
 def watch_optimizers(engine: Engine) -> None:
     """Looks at all optimizers from now on, also at those that were made before: they may hold the model's originals."""
     _engines.add(engine)

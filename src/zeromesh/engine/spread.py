@@ -10,7 +10,7 @@ A plain parameter of a model that has DTensors is the same on all their ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -46,17 +46,6 @@ class Spread:
     def region(self) -> Region:
         return dtensor_region(self.shape, self.mesh, self.placements)
 
-    def joined(self, dims: Collection[int]) -> Region:
-        """The region that this rank and its neighbours along some dimensions of its mesh hold together."""
-        return dtensor_region(self.shape, self.mesh, self._placed(dims, there=False))
-
-    def part_of_joined(self, dims: Collection[int], coordinate: Sequence[int]) -> Region:
-        """The part of the joined region that one of these ranks holds."""
-        return dtensor_region(self.joined(dims).sizes, self.mesh, self._placed(dims, there=True), coordinate)
-
-    def _placed(self, dims: Collection[int], *, there: bool) -> list[Placement]:
-        return [own if (dim in dims) is there else Replicate() for dim, own in enumerate(self.placements)]
-
     @property
     def most(self) -> int:
         """The number of elements that a rank has at most: the same on all of them."""
@@ -74,12 +63,6 @@ class Spread:
             for dim, placement in enumerate(self.placements)
             if self.mesh.size(dim) > 1
         ]
-
-    @property
-    def cut(self) -> dict[int, int]:
-        """By dimension of its mesh of more than one rank, the dimension of the tensor that is divided over it."""
-        placements = {dim: each for dim, each in enumerate(self.placements) if self.mesh.size(dim) > 1}
-        return {d: p.dim % len(self.shape) for d, p in placements.items() if isinstance(p, Shard | _StridedShard)}
 
     @property
     def spans(self) -> tuple[Span, ...]:

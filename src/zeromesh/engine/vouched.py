@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.optim import Optimizer
 
-from zeromesh.engine.optim import UNPROVEN, VOUCHED, WHOLE, by_engine, plain_parts
+from zeromesh.engine.optim import UNPROVEN, VOUCHED, WHOLE, by_engine
 from zeromesh.engine.param import ShardedParameter, Slice
 from zeromesh.errors import OptimizerError
 
@@ -54,3 +56,15 @@ def require_known_states(optimizer: Optimizer, failure: RuntimeError | None) -> 
                 f"{keys[0]!r} has another number of elements. If {name} needs whole tensors, make it as "
                 f"zm.by_owner({name}, params)"
             ) from failure
+
+
+def stored(key: str, state: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The plain tensors that a state consists of, by the names that they are saved under: itself, or the codes and
+    scales of a quantised one."""
+    return {f"{key}:{part}": getattr(state, part) for part in plain_parts(state)} or {key: state}
+
+
+def plain_parts(state: torch.Tensor) -> list[str]:
+    """As `torch.compile` asks subclasses of Tensor for the tensors inside them."""
+    flatten: Any = getattr(state, "__tensor_flatten__", None)
+    return list(flatten()[0]) if flatten else []

@@ -31,7 +31,8 @@ from zeromesh.engine.control import gather_over
 from zeromesh.engine.elements import Home
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
-from zeromesh.engine.optim import stored, take_slices
+from zeromesh.engine.optim import take_slices
+from zeromesh.engine.vouched import stored
 from zeromesh.errors import MismatchError
 from zeromesh.strategy import Axis
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from zeromesh.comm.groups import make_line
 from zeromesh.engine.elements import Home
@@ -15,6 +17,7 @@ from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import ParamRange
 from zeromesh.engine.spread import Spread
 from zeromesh.owners.stacks import Stacking
+from zeromesh.pieces.dtensors import dtensor_region
 from zeromesh.pieces.owners import across
 from zeromesh.pieces.region import Region
 from zeromesh.strategy import Axis, Layout
@@ -68,7 +71,7 @@ class Beyond:
         """The region of a tensor that all planes hold together: all of it, unless it is divided in dimensions that the
         class does not see."""
         spread, dims = _crossed(place, self.stacking)
-        return place.region if spread is None else spread.joined(dims)
+        return place.region if spread is None else _joined(spread, dims)
 
     def held(self, place: ParamRange) -> tuple[tuple[int, Region], ...] | None:
         """By plane, which copy of that it has, and which part."""
@@ -88,7 +91,8 @@ class Beyond:
             if spread is None or not dims:
                 yield copy, Region.whole(place.region.sizes)
             else:
-                yield copy, spread.part_of_joined(dims, coordinate)
+                parts = _placed(spread, dims, there=True)
+                yield copy, dtensor_region(_joined(spread, dims).sizes, spread.mesh, parts, coordinate)
 
 
 def _crossed(place: ParamRange, stacking: Stacking) -> tuple[Spread | None, tuple[int, ...]]:
@@ -96,8 +100,21 @@ def _crossed(place: ParamRange, stacking: Stacking) -> tuple[Spread | None, tupl
     spread = place.info.spread
     if spread is None:
         return None, ()
-    unseen = len(spread.shape) - len(stacking.item(spread.shape))
-    return spread, tuple(dim for dim, cut in spread.cut.items() if cut >= unseen)
+    ndim = len(spread.shape)
+    unseen = ndim - len(stacking.item(spread.shape))
+    cut = {
+        dim: each.dim % ndim for dim, each in enumerate(spread.placements) if isinstance(each, Shard | _StridedShard)
+    }
+    return spread, tuple(dim for dim, own in cut.items() if own >= unseen and spread.mesh.size(dim) > 1)
+
+
+def _joined(spread: Spread, dims: Collection[int]) -> Region:
+    """The region that this rank and its neighbours along some dimensions of its mesh hold together."""
+    return dtensor_region(spread.shape, spread.mesh, _placed(spread, dims, there=False))
+
+
+def _placed(spread: Spread, dims: Collection[int], *, there: bool) -> list[Placement]:
+    return [own if (dim in dims) is there else Replicate() for dim, own in enumerate(spread.placements)]
 
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

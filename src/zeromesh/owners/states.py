@@ -8,8 +8,9 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.engine.elements import Elements
-from zeromesh.engine.optim import Whole, plain_parts
+from zeromesh.engine.optim import Whole
 from zeromesh.engine.param import ShardedParameter, Slice, slice_of
+from zeromesh.engine.vouched import plain_parts
 from zeromesh.errors import CheckpointError
 from zeromesh.modules import DTYPE_NAMES
 from zeromesh.pieces.region import Region

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeromesh.engine.optim import NUMBERS, stored
+from zeromesh.engine.optim import NUMBERS
+from zeromesh.engine.vouched import stored
 from zeromesh.errors import OptimizerError
 
 MIXING = frozenset({"LBFGS"})

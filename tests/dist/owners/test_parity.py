@@ -15,7 +15,8 @@ import zeromesh as zm
 from tests.dist.owners.optimizers import LAMB, SOAP, EightBits, Orthogonal
 from tests.dist.parity import Net, close, mesh_of, next_token_loss, same_params, same_state, sharded_params, tokens
 from tests.dist.pool import kept, on_ranks, told_by_first
-from zeromesh.engine.optim import WHOLE, stored
+from zeromesh.engine.optim import WHOLE
+from zeromesh.engine.vouched import stored
 
 MICRO_BATCHES = 2
 STEPS = 2
