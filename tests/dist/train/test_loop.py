@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tests.dist.pool import Pool
 from tests.dist.train.harness import Mesh, lines, ranks_of, train_plainly, write_text
@@ -23,6 +24,7 @@ from zeromesh.train import loop
 from zeromesh.train.config import TrainConfig, load_config
 from zeromesh.train.corpus import read_corpus
 from zeromesh.train.loop import build_language_model
+from zeromesh.train.sampler import Sampler
 
 ONE: Mesh = (("cluster", 1), ("node", 1))
 TWO_BY_TWO: Mesh = (("cluster", 2), ("node", 2))
@@ -74,9 +76,14 @@ def test_steps_are_ordinary_torch_training(plain: list[dict[str, float]], direct
     run = config(directory, ONE, "node=0,cluster=0")
     torch.manual_seed(run.run.seed)
     model = build_language_model(run.model, 257).double()
-    found = train_plainly(model, read_corpus(run).training, 7, [step["lr"] for step in plain])
+    corpus = read_corpus(run)
+    found = train_plainly(model, corpus.training, 7, [step["lr"] for step in plain])
     for own, step in zip(found, plain, strict=True):
         assert own == pytest.approx((step["loss"], step["grad_norm"]), rel=1e-5), step
+    held_out = Sampler(num_samples=len(corpus.held_out), global_sequences=5, micro=5, world=1, seed=0)
+    inputs, targets = corpus.held_out.batch(next(held_out.rank_batches(0, 0)))
+    loss = functional.cross_entropy(model(input_ids=inputs).logits.float().flatten(0, 1), targets.flatten())
+    assert len(inputs) == 5 and loss.item() == pytest.approx(plain[-1]["eval_loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
