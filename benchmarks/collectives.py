@@ -34,7 +34,7 @@ from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather, ho_ring_reduce
 from zeromesh.comm.collectives import all_gather, all_reduce, reduce_scatter, workspace_bytes
 from zeromesh.comm.exchange import AxisGroup, Exchange
 from zeromesh.comm.groups import make_groups
-from zeromesh.comm.transport import pieces
+from zeromesh.comm.messages import pieces
 from zeromesh.launch.ranks import Ranks
 from zeromesh.strategy import Layout
 from zeromesh.units import parse_bytes

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.comm.transport import Messages, parts
+from zeromesh.comm.messages import Messages, parts
 from zeromesh.measure.setting import read_setting
 from zeromesh.wires.blocks import QuantFormat
 from zeromesh.wires.blocks.quantiser import Quantiser

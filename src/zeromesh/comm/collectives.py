@@ -27,37 +27,19 @@ They raise CommunicationError where a peer died or stalled, or issued something 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, chunks_of, own_chunk, wait_for_all
-from zeromesh.comm.transport import (
-    PIECE_BYTES,
-    SumScratch,
-    carried,
-    nothing,
-    parts,
-    reduce_scatter_single,
-    send_all,
-    sum_dtype,
-)
-from zeromesh.schedule.memory import MESSAGES_BYTES, part_numel
+from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, own_chunk
+from zeromesh.comm.transport import carried, nothing, reduce_scatter_single
+from zeromesh.schedule.memory import MESSAGES_BYTES
 from zeromesh.wires.target import Target
 
 if TYPE_CHECKING:
     from zeromesh.wires.format import WireFormat
-
-WINDOW = 4
-"""Pieces in flight from each peer: some on the wire while one is summed. 2 were 10 % slower, 8 no faster."""
-
-WHOLE_BYTES = 1 << 17
-"""Longest chunk that is exchanged in one native all-to-all: [Note: Messages] of `zeromesh.comm.transport`."""
 
 
 def workspace_bytes(group: AxisGroup) -> int:
@@ -118,7 +100,9 @@ def reduce_scatter(
     elif group.transport.sums("reduce_scatter", region.dtype):
         _native_reduce_scatter(region, target, group)
     else:
-        _reduce_scatter(region, target, group, workspace, "reduce_scatter")
+        from zeromesh.comm.messages import sum_messages  # of gloo
+
+        sum_messages(region, target, group, workspace, "reduce_scatter")
 
 
 @carried
@@ -145,7 +129,9 @@ def all_reduce(
 
         reduce_coded("all_reduce", tensor, target, group, form, workspace=workspace, **coding)
     else:
-        _reduce_scatter(tensor, target, group, workspace, "all_reduce")
+        from zeromesh.comm.messages import sum_messages
+
+        sum_messages(tensor, target, group, workspace, "all_reduce")
         _all_gather(tensor, group, group.reduce, "all_reduce")
 
 
@@ -181,51 +167,3 @@ def _native_all_reduce(tensor: Tensor, group: AxisGroup, scale: float) -> None:
     exchange.finish()
     if scale != 1:
         tensor.mul_(scale)
-
-
-def _reduce_scatter(region: Tensor, target: Target, group: AxisGroup, workspace: Tensor, operation: str) -> None:
-    chunks, wire, wide = chunks_of(region, group.size), region.dtype, sum_dtype(region.dtype, target.out.dtype)
-    exchange = Exchange(group, group.reduce, operation, region.numel(), workspace.numel())
-    numel, room = chunks[0].numel(), workspace.numel()
-    if numel <= part_numel(room, wire.itemsize, wide.itemsize, terms=group.size, longest_bytes=WHOLE_BYTES):
-        scratch, pg = SumScratch.of(workspace, wire, wide, terms=group.size, numel=numel), exchange.process_group
-        sent = region.nbytes - chunks[0].nbytes
-        exchange.native(lambda: dist.all_to_all_single(scratch.received, region, group=pg), sent)
-        arrivals: Arrivals = iter([(slice(0, numel), scratch.terms)])
-    else:
-        terms = WINDOW * (group.size - 1)
-        scratch = SumScratch.cut(workspace, wire, wide, terms=terms, longest=PIECE_BYTES)
-        arrivals = _arrivals_in_pieces(exchange, chunks, scratch)
-    for part, terms_of_part in arrivals:
-        target.add_up(terms_of_part, part, scratch.total, scratch.widened)
-    exchange.finish()
-
-
-Arrivals = Iterator[tuple[slice, Sequence[Tensor]]]
-"""Every part of the own chunk with its terms from all ranks, in the order of the ranks."""
-
-
-def _arrivals_in_pieces(exchange: Exchange, chunks: Sequence[Tensor], scratch: SumScratch) -> Arrivals:
-    rank, peers = exchange.group.rank, exchange.peers
-    own = chunks[rank]
-    todo = deque(enumerate(parts(own.numel(), scratch.numel)))
-    posted: deque[tuple[slice, Sequence[Tensor], Sequence[Callable[[], None]]]] = deque()
-
-    def post() -> None:
-        if not todo:
-            return
-        index, part = todo.popleft()
-        slots = scratch.terms[index % WINDOW * len(peers) :]
-        arriving = {peer: slot[: part.stop - part.start] for peer, slot in zip(peers, slots, strict=False)}
-        waits = [exchange.post_recv(arriving[peer], peer) for peer in reversed(peers)]
-        posted.append((part, [arriving.get(peer, own[part]) for peer in range(len(chunks))], waits))
-
-    for _ in range(WINDOW):
-        post()
-    exchange.before_finish(partial(wait_for_all, send_all(exchange, chunks, scratch.numel)))
-    while posted:
-        part, terms, waits = posted.popleft()
-        for wait in waits:
-            wait()
-        yield part, terms
-        post()  # into the slots whose terms have been summed by now

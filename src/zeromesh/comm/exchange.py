@@ -187,21 +187,6 @@ class Exchange:
         self.count(tensor.nbytes)
         return partial(self._guard, work.wait, target)
 
-    def post(self, arriving: Sequence[Message], leaving: Sequence[Message]) -> Wait:
-        """Begins to receive from and send to several ranks, which post the matching messages in the same order.
-
-        Args:
-            arriving, leaving: each a tensor and the rank that it comes from or goes to. Leaving tensors must not
-                change before `finish`.
-
-        Returns:
-            A function that waits for the arriving messages.
-        """
-        waits = [self.post_recv(tensor, source) for tensor, source in arriving]
-        for tensor, target in leaving:
-            self.before_finish(self.post_send(tensor, target))
-        return partial(wait_for_all, waits)
-
     def before_finish(self, wait: Wait) -> None:
         """Leaves a wait to `finish`."""
         self._sends.append(wait)

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, Wait, chunks_of
-from zeromesh.comm.transport import nothing, parts
+from zeromesh.comm.messages import parts
+from zeromesh.comm.transport import nothing
 from zeromesh.errors import InputError, InternalError
 from zeromesh.wires import has_triton
 from zeromesh.wires.format import Codec, WireFormat
@@ -94,7 +95,7 @@ class _Wire:
         unit = 8 * form.granule  # keeps every view that follows on a multiple of eight bytes
         transport = group.transport
         # A device's workspace too is cut for messages as on the host, where kept ones were: [Note: Host copies] of
-        # `zeromesh.comm.transport`.
+        # `zeromesh.comm.messages`.
         fused = form.kernels and has_triton(workspace.device.type) and not transport.messages
 
         def memory_bytes(numel: int) -> int:

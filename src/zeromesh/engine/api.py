@@ -13,18 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeromesh.engine.build import build_engine, make_control, make_homes, mesh_axes, mesh_device
-from zeromesh.engine.chain import require_wires
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import watch_optimizers
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.shardable import keep_others_out, require_unwrapped
 from zeromesh.engine.state_dict import install_state_dict
-from zeromesh.engine.units import ModuleUnit, Precision, find_units, join_modules, repeated_over, spreads_of
+from zeromesh.engine.units import ModuleUnit, Precision, find_units, join_modules, spreads_of
 from zeromesh.errors import InputError, ModelError
 from zeromesh.modules import DTYPES, Lazy, Source, give_method, tensors_of
 from zeromesh.options import Options
 from zeromesh.strategy import Layout, Strategy
-from zeromesh.strategy.stage import DTYPE_FIELDS, dtype_name
+from zeromesh.strategy.stage import DEFAULT_WIRE, DTYPE_FIELDS, dtype_name
 
 if TYPE_CHECKING:
     from zeromesh.strategy.parts import Parts
@@ -87,7 +86,10 @@ def shard(
             beyond = beyond_of(spreads_of(found), mesh, meshes)
         elif divided:
             beyond = {"": groups_beyond(mesh, spreads_of(found).get("", ()))}
-        require_wires(layouts, [module.describe(precision) for module in found], repeated_over(found, beyond))
+        if any(axis.wire != DEFAULT_WIRE for layout in layouts.values() for axis in layout.axes):
+            from zeromesh.engine.wires import require_wires  # which the strategy names
+
+            require_wires(layouts, found, precision, beyond)
         return precision, layouts, found, beyond, lazy
 
     debug, register = (

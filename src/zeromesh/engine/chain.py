@@ -14,7 +14,7 @@ messages of all ranks of the axis, which the backward's gather restores first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,11 +27,9 @@ from zeromesh.comm.collectives import all_gather, all_reduce, reduce_scatter
 from zeromesh.comm.exchange import AxisGroup, Chain, Copy, Step, own_chunk
 from zeromesh.engine.flat import FlatShards, GradDestinations, inside
 from zeromesh.engine.units import DTYPES
-from zeromesh.errors import InputError, NotationError
-from zeromesh.schedule.buffer_layout import Route, place
-from zeromesh.schedule.transfer import GATHERS, LaneKind, Transfer
-from zeromesh.schedule.unit import FROZEN_BYTES, ITEM_BYTES, Unit
-from zeromesh.strategy import Layout
+from zeromesh.schedule.buffer_layout import Route
+from zeromesh.schedule.transfer import LaneKind, Transfer
+from zeromesh.schedule.unit import FROZEN_BYTES
 
 if TYPE_CHECKING:
     from zeromesh.comm.host import HostLink
@@ -46,39 +44,6 @@ class Scratch:
 
     def region(self, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
         return self.staging[start : start + numel * dtype.itemsize].view(dtype)
-
-
-def require_wires(layouts: Mapping[str, Layout], units: Iterable[Unit], repeated: Mapping[str, str]) -> None:
-    """Refuses wires that no chain can be made of, while the model is still as it was given.
-
-    Args:
-        repeated: by part, a parameter that ranks beyond the mesh have too, each in a buffer of its own.
-
-    Raises:
-        InputError: an axis cannot quantise these values, or would make copies drift apart.
-        NotationError: a gather would stage regions of two widths.
-    """
-    for placed in {placed for unit in place(layouts[""], units, layouts) for placed in unit}:
-        for lane, route in placed.routes.items():
-            # Staged regions lie in the same memory: a rank's chunk of the next one is where the one before left it, or
-            # beside that. Of another width it would overlap.
-            wires = dict.fromkeys(step.wire for step in route.staged)
-            if lane in GATHERS and len({ITEM_BYTES[wire] for wire in wires}) > 1:
-                raise NotationError(
-                    f"parameters in {route.held} cannot be gathered over axes in {' and in '.join(wires)}, of other "
-                    f"widths: give these axes one wire dtype, or let one of them have the parameters' own"
-                )
-            for step in route.steps:
-                if step.form is not None:
-                    from zeromesh.comm.quantised import check_quantisable
-
-                    check_quantisable(DTYPES[route.held], step.axis.name)
-                    if placed.buffer.part in repeated:
-                        raise InputError(
-                            f"axis {step.axis.name} cannot quantise what it sends: {repeated[placed.buffer.part]} is "
-                            f"the same on ranks that other parameters are divided over (tensor parallelism), and each "
-                            f"would round its own copy differently, so that they drift apart: use wires in fp32 or bf16"
-                        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,25 +112,6 @@ class Elements:
             f"use `.local` on both sides; {ACROSS}"
         )
 
-    def chosen(self, index: Any, call: str) -> Tensor:
-        """Which of this rank's elements an index into the whole tensor chooses, as a mask.
-
-        Raises:
-            OptimizerError: on every rank, where torch would take no such index.
-        """
-        given = tuple(
-            each.cpu() if isinstance(each, Tensor) else each for each in ([index], index)[type(index) is tuple]
-        )
-        masks = (each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in given)
-        # The mask has one element along each dimension that the index does not mention.
-        dims = len(self.shape) if any(each is Ellipsis for each in given) else sum(masks)
-        mask = torch.zeros((*self.shape[:dims], *(1 for _ in self.shape[dims:])), dtype=torch.bool)
-        try:
-            mask[given] = True
-        except (IndexError, TypeError, RuntimeError) as error:
-            raise OptimizerError(f"{call} of {self} was given {index!r}: {error}") from error
-        return self.part_of(mask, call).expand(self.numel)
-
 
 def require_alike(call: str, one: Elements, other: Elements) -> None:
     """Raises OptimizerError, on every rank, unless both hold the same elements: [Note: Elements]."""

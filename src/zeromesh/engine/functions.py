@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zeromesh.engine import allowed
+from zeromesh.engine.elements import Elements
 from zeromesh.engine.param import (
     ShardedParameter,
     Slice,
@@ -25,7 +26,7 @@ from zeromesh.engine.param import (
     write_to,
 )
 from zeromesh.engine.reductions import whole_norms, whole_value
-from zeromesh.errors import ModelError
+from zeromesh.errors import ModelError, OptimizerError
 
 _SAME = dict(self="input", x="input", a="input", x1="input", x2="other", axis="dim", keepdims="keepdim")
 """Names that torch takes for another."""
@@ -65,6 +66,24 @@ def _fits(value: Any, parameter: tuple[str, bool]) -> bool:
     return isinstance(value, Tensor) == parameter[1] or value is None
 
 
+def _chosen(elements: Elements, index: Any, call: str) -> Tensor:
+    """Which of these elements an index into the whole tensor chooses, as a mask.
+
+    Raises:
+        OptimizerError: on every rank, where torch would take no such index.
+    """
+    given = tuple(each.cpu() if isinstance(each, Tensor) else each for each in ([index], index)[type(index) is tuple])
+    masks = (each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in given)
+    # The mask has one element along each dimension that the index does not mention.
+    dims = len(elements.shape) if any(each is Ellipsis for each in given) else sum(masks)
+    mask = torch.zeros((*elements.shape[:dims], *(1 for _ in elements.shape[dims:])), dtype=torch.bool)
+    try:
+        mask[given] = True
+    except (IndexError, TypeError, RuntimeError) as error:
+        raise OptimizerError(f"{call} of {elements} was given {index!r}: {error}") from error
+    return elements.part_of(mask, call).expand(elements.numel)
+
+
 def set_chosen(func: Any, args: Any, kwargs: Any) -> Any:
     """One number for the elements that an index or a mask chooses, as in `grad[:n] = 0` and `sign[sign > 0] = 1`."""
     name, target = func.__name__, args[0]
@@ -85,7 +104,7 @@ def set_chosen(func: Any, args: Any, kwargs: Any) -> Any:
         index = (*(slice(None) for _ in range(dim % target.ndim)), index)
         target = target if name.endswith("_") else make_like(torch.clone, (target,), {})
     if not isinstance(index, Slice):
-        index = slice_of(target.elements, target.elements.chosen(index, name).to(target.device))
+        index = slice_of(target.elements, _chosen(target.elements, index, name).to(target.device))
     value = value.reshape(()) if isinstance(value, Tensor) else value
     return write_to(torch.Tensor.masked_fill_, (target, index, value), {})
 

@@ -207,17 +207,6 @@ def spreads_of(units: Sequence[ModuleUnit]) -> dict[str, list[tuple[str, Spread 
     return found
 
 
-def repeated_over(units: Sequence[ModuleUnit], beyond: Mapping[str, Sequence[dist.ProcessGroup]]) -> dict[str, str]:
-    """By part: the name of a parameter that is the same on all ranks of one of the groups beyond its mesh, if any."""
-    return {
-        part: info.name
-        for unit in units
-        for (_, _, part, _), infos in unit.groups.items()
-        for info in infos
-        if not all(map(info.divided, beyond.get(part, beyond[""])))
-    }
-
-
 def parts_of_root(model: nn.Module, units: Sequence[ModuleUnit]) -> list[nn.Module]:
     """Modules below the model itself that hold units and are inside none."""
     names = {name for unit in units for name in unit.names if name}

@@ -9,7 +9,8 @@ from tests.dist.comm.axes import make_axes
 from tests.dist.pool import on_ranks
 from zeromesh.comm.collectives import all_gather, all_reduce, all_reduce_max, reduce_scatter
 from zeromesh.comm.exchange import AxisGroup
-from zeromesh.comm.transport import HostCopies, Native, Transport, carried, transport_of
+from zeromesh.comm.messages import HostCopies
+from zeromesh.comm.transport import Native, Transport, carried, transport_of
 from zeromesh.wires.blocks import QuantFormat
 
 CHUNK = 640

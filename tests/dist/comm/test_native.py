@@ -18,8 +18,9 @@ from tests.dist.pool import on_ranks
 from zeromesh.comm import collectives
 from zeromesh.comm.collectives import all_gather, all_reduce, reduce_scatter
 from zeromesh.comm.exchange import AxisGroup, Sent
+from zeromesh.comm.messages import Messages
 from zeromesh.comm.quantised import noise_generator
-from zeromesh.comm.transport import Messages, Native, Transport
+from zeromesh.comm.transport import Native, Transport
 from zeromesh.wires.blocks import QuantFormat
 
 WORLD = 3

@@ -3,7 +3,7 @@
 On CPU a delay is a sleep in a lane's thread, or of the computation between two points of the schedule. On CUDA it is a
 spinning kernel on the stream in question: the host goes on, and nothing but an event keeps one stream from overtaking
 another. There, collectives over gloo block the host, so the delay also lies before their results
-are copied back to the device (`comm.transport`).
+are copied back to the device (`comm.messages`).
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from zeromesh.comm import quantised
+from zeromesh.comm.messages import Messages
 from zeromesh.comm.quantised import _Wire
-from zeromesh.comm.transport import Messages, Native
+from zeromesh.comm.transport import Native
 from zeromesh.wires import blocks
 from zeromesh.wires.blocks import QuantFormat
 

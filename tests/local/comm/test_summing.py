@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeromesh.comm.transport import Messages, Native, SumScratch, Transport
+from zeromesh.comm.messages import Messages, SumScratch
+from zeromesh.comm.transport import Native, Transport
 from zeromesh.wires.target import Target
 
 NUMEL, TERMS = 200, 5

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from zeromesh.collectives.ho_ring.slices import WINDOW, slice_bytes, sum_terms
 from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, Wait, chunks_of
-from zeromesh.comm.transport import SumScratch, carried, parts, pieces, sum_dtype
+from zeromesh.comm.messages import SumScratch, parts, pieces, post, sum_dtype
+from zeromesh.comm.transport import carried
 from zeromesh.wires.target import Target
 
 LAG = 2
@@ -164,13 +165,13 @@ class _Rounds:
         terms = dict(zip(pairs, self._slots(self._slots_major, index, len(pairs)), strict=True))
         arriving = [(slot, peer) for (peer, _), slot in terms.items()]
         leaving = [(self.grid.shards[peer][t][part], peer) for peer, t in pairs]
-        self._from_major.append((terms, self.grid.major.post(arriving, leaving)))
+        self._from_major.append((terms, post(self.grid.major, arriving, leaving)))
 
     def _post_minor(self, index: int) -> None:
         peers = self.grid.minor.peers
         terms = dict(zip(peers, self._slots(self._slots_minor, index, len(peers)), strict=True))
         leaving = [(self.sums[t][self.parts[index]], t) for t in peers]
-        self._from_minor.append((terms, self.grid.minor.post([(slot, t) for t, slot in terms.items()], leaving)))
+        self._from_minor.append((terms, post(self.grid.minor, [(slot, t) for t, slot in terms.items()], leaving)))
 
     def _slots(self, slots: Sequence[Tensor], index: int, count: int) -> Sequence[Tensor]:
         part = self.parts[index]
