@@ -105,9 +105,7 @@ class Control:
 
     def everyone(self) -> dist.ProcessGroup | None:
         """All ranks, which call this at the same point, as one group; None on a single rank."""
-        if not self.beyond:
-            return self.group
-        return group_of(sorted(self.gather(dist.get_rank())), self.device.type)
+        return self.group if not self.beyond else group_of(sorted(self.gather(dist.get_rank())), self.device.type)
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """`values` reduced over all ranks of the mesh, in place."""

@@ -6,6 +6,7 @@ model frees everything at once.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -293,6 +294,8 @@ class Engine:
             return  # in the second case this one runs inside it
         if backward is not None:
             self.fail()
+        if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
+            raise ModelError("compiled autograd does not tell when a backward ends: leave it off, and compile blocks")
         ended = self._weakly(Engine._end_backward)
         self._begin_backward(self._backward(task, weakref.ref(ended)))
         torch.autograd.Variable._execution_engine.queue_callback(ended)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from zeromesh.engine.calls import as_python
 from zeromesh.engine.leaf import local_of
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import ModelError
@@ -173,7 +174,7 @@ def _refuse_merge(name: str, *_: Any, **__: Any) -> NoReturn:
 
 @cache
 def _watch_wrappers() -> None:
-    register_module_module_registration_hook(_taken_in)
+    register_module_module_registration_hook(as_python(_taken_in))  # a compiled function may make modules
 
 
 def _taken_in(wrapper: nn.Module, _: str, module: nn.Module | None) -> None:

@@ -60,9 +60,7 @@ class Transfer:
         """The format of its messages; None if elements are sent unchanged. Sums without error feedback are rounded
         without bias."""
         found = coded(self.wire)
-        if found is None or self.operation == "all_gather" or self.axis.wire.feedback:
-            return found
-        return found.unbiased()
+        return found if found is None or self.operation == "all_gather" or self.axis.wire.feedback else found.unbiased()
 
     @property
     def sent_bytes(self) -> int:

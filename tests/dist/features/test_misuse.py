@@ -4,13 +4,14 @@ import copy
 import io
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo import compiled_autograd
 
 import zeromesh as zm
 from tests.dist.parity import BOUND, Part, Unit, close, local_part, mesh_of, sgd
@@ -245,6 +246,28 @@ def test_gradients_that_carry_a_graph_are_summed_without_it():
     (2 * plain(x).sum()).backward()
     same_grads(model, plain)
     assert not any(param.grad.local.requires_grad for param in model.parameters())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks(2)
+def test_compiled_autograd_is_refused(compiled):
+    """It calls hooks, but not at a backward's end, so all gradients would be lost."""
+
+    def step(model, x):
+        model(x).sum().backward()
+
+    torch._dynamo.reset()
+    base = chain()
+    plain, model, x = copy.deepcopy(base), sharded(base, "node=1"), inputs(dist.get_rank())
+    with torch._dynamo.config.patch(compiled_autograd=compiled), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+        stands = nullcontext() if compiled else compiled_autograd._enable(torch.compile(backend="eager"))
+        with stands, pytest.raises(ModelError, match="compiled autograd does not tell when a backward ends"):
+            (torch.compile(step, backend="eager") if compiled else step)(model, x)
+    zm.zero_grad(model)
+    for each in (model, plain):
+        step(each, x)
+    same_grads(model, plain)
 
 
 @on_ranks(2)
