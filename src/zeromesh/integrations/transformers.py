@@ -144,8 +144,9 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         plugin = self.accelerator.state.dynamo_plugin
         self._compiling = None if plugin.backend == DynamoBackend.NO else plugin.to_kwargs()
         plugin.backend = DynamoBackend.NO  # not the whole model: between blocks parameters come and go
-        if self.sharding.mesh is not None:
-            self.accelerator.device_placement = False
+        if self.sharding.mesh is not None:  # shards lie there already; and loaders still place and hand out batches
+            prepare = self.accelerator.prepare_model
+            self.accelerator.prepare_model = partial(prepare, device_placement=False)
         self.accelerator.clip_grad_norm_ = partial(clip_unscaled, self.accelerator)
 
     def _require_alone(self) -> None:
@@ -245,7 +246,8 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         return engine_of(self.model).control.say(os.path.isdir(os.path.join(checkpoint, STATES)))
 
     def _samples_per_step(self) -> int:
-        return int(self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size)
+        processes = 1 if self.accelerator.split_batches else self.args.world_size
+        return int(self._train_batch_size * self.args.gradient_accumulation_steps * processes)
 
     def _require_same_samples(self, checkpoint: str, state: dict[str, Any]) -> None:
         """The Trainer counts samples in this run's steps."""

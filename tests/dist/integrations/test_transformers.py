@@ -216,6 +216,31 @@ def test_other_samples_a_step_are_refused_on_resuming(tmp_path):
     with pytest.raises(CheckpointError, match="was written with 8 samples a step, and this run takes 16"):
         resumed(str(tmp_path), "llama", "node=3", {"node": 2}, gradient_accumulation_steps=4)
     resumed(str(tmp_path), "llama", "node=3", {"node": 2}, gradient_accumulation_steps=4, ignore_data_skip=True)
+    with pytest.raises(CheckpointError, match="was written with 8 samples a step, and this run takes 4"):
+        resumed(str(tmp_path), "llama", "node=3", {"node": 2}, accelerator_config={"split_batches": True})
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """A queue's samples, say: each process reads others."""
+
+    def __iter__(self) -> Any:
+        return iter(samples(seed=1 + dist.get_rank()))
+
+
+@on_ranks(2)
+def test_one_process_reads_a_stream_for_all(tmp_path):
+    """As the plain Trainer's in DistributedDataParallel."""
+    import transformers as hf
+
+    from zeromesh.integrations.transformers import Trainer
+
+    with launched():
+        found = []
+        for kind, how in ((hf.Trainer, {}), (Trainer, {"sharding": sharding("node=3", {"node": 2})})):
+            trainer = kind(model=build(), args=arguments(tmp_path, max_steps=3), train_dataset=Stream(), **how)
+            trainer.train()
+            found.append(curve(trainer))
+    assert_same_curve(*found)
 
 
 @on_ranks(2)
