@@ -14,6 +14,7 @@ from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.leaf import local_of
+from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.whole import whole_state
 from zeromesh.errors import ModelError, nearest
 from zeromesh.modules import clean_name, is_sharded
@@ -39,7 +40,7 @@ def full_state_dict(model: nn.Module | Any, *, names: Container[str] | None = No
     if not isinstance(model, nn.Module):
         return whole_state(model)
     engine = engine_of(model)
-    engine.require_own()
+    require_own(engine)
     engine.at_rest()
     state: dict[str, Any] = {}
     for buffer in buffers_of(engine):
@@ -68,7 +69,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         ModelError: on every rank, if names are missing or unknown, or a shape differs; nothing is changed then.
     """
     engine = engine_of(model)
-    engine.require_one_of_a_name()
+    require_names(engine)
     _require_match(engine, model, state)
     engine.at_rest()
     for buffer in buffers_of(engine):
@@ -107,6 +108,31 @@ def _in_order(model: nn.Module) -> Iterator[str]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key in (*module._parameters, *module._buffers, "_extra_state"):
             yield clean_name(f"{prefix}.{key}" if prefix else key)
+
+
+def require_own(engine: Engine) -> None:
+    """Raises ModelError for parameters that were added to the model after it was sharded, since whoever saves it would
+    leave them out, and as `require_names`."""
+    require_names(engine)
+    for name, _ in engine.added():
+        raise ModelError(
+            f"{name} was added to the model after zm.shard, so it would not be saved: "
+            f"change the model first, then shard it"
+        )
+
+
+def require_names(engine: Engine) -> None:
+    """Raises ModelError where a name does not mean the tensor that it meant in `zm.shard`, by which it is saved."""
+    engine.require_one_of_a_name()
+    model, own = engine.model(), dict[str, str]()
+    for place in (place for buffer in buffers_of(engine) for place in buffer.places):
+        own.update(dict.fromkeys(place.info.names, place.info.name))
+    for name, param in () if model is None else model.named_parameters(remove_duplicate=False):
+        if isinstance(param, ShardedParameter) and own.get(clean_name(name)) != param.full_name:
+            raise ModelError(
+                f"{name} is the parameter that zm.shard found as {param.full_name}, and is saved and loaded as that: "
+                f"reorder, share or remove modules first, then shard the model"
+            )
 
 
 def buffers_of(engine: Engine) -> Iterator[FlatShards]:

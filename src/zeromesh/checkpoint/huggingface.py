@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zeromesh.checkpoint.full_state import buffers_of, persistent_buffers
+from zeromesh.checkpoint.full_state import buffers_of, persistent_buffers, require_own
 from zeromesh.checkpoint.loader import load_one
 from zeromesh.checkpoint.peers import make_peers
 from zeromesh.checkpoint.safetensors import Spec, open_safetensors, write_safetensors
@@ -44,7 +44,7 @@ def save_safetensors(
         CheckpointError: on all ranks, if one of them could not write.
     """
     engine, location = engine_of(model), Path(directory)
-    engine.require_own()
+    require_own(engine)
     peers = make_peers(engine.control)
     engine.at_rest()
     specs, pieces = list[Spec](), list[Piece]()

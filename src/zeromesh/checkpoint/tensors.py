@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeromesh.checkpoint.full_state import buffers_of, persistent_buffers
+from zeromesh.checkpoint.full_state import buffers_of, persistent_buffers, require_names, require_own
 from zeromesh.checkpoint.manifest import DamagedError, TensorEntry
 from zeromesh.checkpoint.read import Reader, require_match
 from zeromesh.checkpoint.states import EXTRA, extra_names, is_plain_number
@@ -225,7 +225,7 @@ def collect(held: Held, optimizers: Sequence[Optimizer], *, frozen: bool) -> Ite
     """
     states = _states(optimizers)
     for model, engine in zip(held.models, held.engines, strict=True):
-        engine.require_own()
+        require_own(engine)
         for buffer in (buffer for buffer in buffers_of(engine) if frozen or buffer.spec.trainable):
             pieces, numbers = list[Piece](), list[Piece]()
             for param in buffer.optimizer_params:
@@ -329,7 +329,10 @@ def restore_models(held: Held, reader: Reader) -> None:
 
     Raises:
         CheckpointError: of another model, on all ranks alike; nothing is changed then.
+        ModelError: modules of the model were moved after `zm.shard`.
     """
+    for engine in held.engines:
+        require_names(engine)
     entries = reader.manifest.tensors
     elsewhere = left_out(reader.manifest.state, reader.where)
     known, wanted = set[str](), dict[str, TensorEntry]()

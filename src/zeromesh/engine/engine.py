@@ -126,16 +126,6 @@ class Engine:
 
             require_one_of_a_name(self.homes)
 
-    def require_own(self) -> None:
-        """Raises ModelError for parameters that `added` finds: whoever saves the model would leave them out; and as
-        `require_one_of_a_name`."""
-        self.require_one_of_a_name()
-        for name, _ in self.added():
-            raise ModelError(
-                f"{name} was added to the model after zm.shard, so it would not be saved: "
-                f"change the model first, then shard it"
-            )
-
     def __deepcopy__(self, memo: dict[int, object]) -> Engine:
         raise ModelError(
             "a sharded model cannot be copied: its shards belong to one set of ranks; copy it before zm.shard"

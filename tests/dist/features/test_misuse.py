@@ -5,6 +5,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -210,6 +211,35 @@ def test_two_models_in_one_backward_keep_their_weights(strategy):
             (base(x).sum() * weight / total * 2).backward()
             same_grads(model, base)
             zm.zero_grad(model)
+
+
+# ---- modules that move
+
+
+@on_ranks(2)
+def test_modules_that_have_moved_are_neither_saved_nor_loaded(tmp_path):
+    """They train as they are called, but are saved under the names that they had in zm.shard."""
+
+    def reorder(blocks):
+        blocks[0], blocks[1] = blocks[1], blocks[0]
+
+    def remove(blocks):
+        del blocks[1]
+
+    def share(blocks):
+        blocks[1] = blocks[2]
+
+    for change in (reorder, remove, share):
+        model = sharded(chain(), "node=3")
+        state = zm.full_state_dict(model)
+        with zm.Checkpoints(tmp_path / change.__name__, model) as checkpoints:
+            checkpoints.save(0)
+            checkpoints.wait()
+            change(model)
+            saving = partial(checkpoints.save, 1), partial(zm.full_state_dict, model)
+            for use in (*saving, partial(checkpoints.load, "auto"), partial(zm.load_full_state_dict, model, state)):
+                with pytest.raises(ModelError, match=r"is the parameter that zm.shard found as .*: reorder, share or"):
+                    use()
 
 
 # ---- values that a backward needs
