@@ -1,10 +1,8 @@
 """How tensors move between the ranks of an axis: one class for each kind of backend, chosen by `transport_of`.
 
-    Native       collectives of the backend, in place, beside the host; sums in the dtype of the wire
-    Messages     sends and receives by this rank's own threads; this rank sums the received terms
-    HostCopies   messages of copies on the host
-
-The last two are in `zeromesh.comm.messages`.
+Native       collectives of the backend, in place, beside the host; sums in the dtype of the wire
+Messages     of `zeromesh.comm.messages`: by this rank's own threads, which sum the received terms
+HostCopies   messages of copies on the host
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from zeromesh.engine.elements import Home
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install, watch_reads
-from zeromesh.engine.leaf import local_of
+from zeromesh.engine.leaf import Retired, local_of
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision, parts_of_root
 from zeromesh.errors import MeshError, ModelError
 from zeromesh.modules import clean_name, lacks_values, tensors_of
@@ -297,15 +297,17 @@ def _repeat(values: Tensor, buffer: FlatShards, control: Control) -> None:
 
 
 def _retire(buffer: FlatShards, unit: str) -> None:
-    """Frees the originals; whoever still holds one is told so at the optimizer's first step."""
+    """Frees the originals; whoever still holds one is told so at its next use, or the optimizer's first step."""
     for place in buffer.places:
         for params, key in place.info.sites:
             param = params[key]
             assert param is not None
             place.info.param._zeromesh_retired = param._zeromesh_retired = place.info.name  # type: ignore[attr-defined]
-            if not lacks_values(param):
+            if not lacks_values(param) and type(param) is not Retired:  # a tied one
                 local = local_of(param)
                 local.data = torch.empty(0, dtype=local.dtype, device=local.device)
+            if type(param) is nn.Parameter:
+                param.__class__ = Retired
 
 
 def _sync_buffers(model: nn.Module, device: torch.device, homes: Mapping[str, Home]) -> None:

@@ -67,12 +67,25 @@ class _Closed(Leaf):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         closed = next((arg for arg in args if isinstance(arg, _Closed)), None)
         if func in _TELLS or closed is None:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         raise ModelError(
             f"{func.__name__} of the gathered {closed.full_name}, which was kept from inside its unit's forward: its "
             f"memory may hold another unit's parameters by now. Keep a clone, compute it inside that forward, or name "
             f"the unit in zm.shard(resident=[...])"
+        )
+
+
+class Retired(nn.Parameter):
+    """As the model held it before zm.shard: it has no values any more, and a sum of none would be zero."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _TELLS:
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        raise ModelError(
+            f"{func.__name__} of a parameter from before zm.shard, now without values: ask its module for it"
         )
 
 

@@ -242,6 +242,18 @@ def test_modules_that_have_moved_are_neither_saved_nor_loaded(tmp_path):
                     use()
 
 
+@on_ranks(2)
+def test_a_parameter_that_is_kept_in_a_list_is_refused_where_it_is_used():
+    """It was emptied, and would count as zero."""
+    base = chain()
+    kept = next(base.parameters())
+    zm.shard(base, mesh(), "node=3")
+    assert kept.requires_grad and kept.grad is None
+    for use in (torch.sum, torch.Tensor.clone, lambda param: param * inputs(0).sum(), lambda param: [*param]):
+        with pytest.raises(ModelError, match=r"of a parameter from before zm\.shard, now without values"):
+            use(kept)
+
+
 # ---- values that a backward needs
 
 
