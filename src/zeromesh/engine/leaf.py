@@ -82,7 +82,7 @@ class Retired(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _TELLS:
+        if func in _TELLS or func is torch.Tensor.untyped_storage:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         raise ModelError(
             f"{func.__name__} of a parameter from before zm.shard, now without values: ask its module for it"

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm import transport
+from zeromesh.comm import messages
 from zeromesh.comm.lane import Lane, Ticket
 from zeromesh.schedule.interpreter import Interpreter
 
@@ -64,7 +64,7 @@ class Delays:
 def delays(seed: int, *, lane_s: float = 3e-3, point_s: float = 3e-3, device: str = "cpu") -> Iterator[Delays]:
     """On a rank: delays the jobs of every lane, and the computation at every point of the schedule."""
     drawn = Delays(seed=seed, lane_s=lane_s, point_s=point_s, device=device)
-    submit, run, bring_back = Lane.submit, Interpreter._run, transport.bring_back
+    submit, run, bring_back = Lane.submit, Interpreter._run, messages.bring_back
 
     def delayed_submit(self, job, label="", *, after=None):
         delay_s = drawn.draw(lane_s)
@@ -88,7 +88,7 @@ def delays(seed: int, *, lane_s: float = 3e-3, point_s: float = 3e-3, device: st
     with (
         mock.patch.object(Lane, "submit", delayed_submit),
         mock.patch.object(Interpreter, "_run", delayed_run),
-        mock.patch.object(transport, "bring_back", delayed_bring_back),
+        mock.patch.object(messages, "bring_back", delayed_bring_back),
     ):
         yield drawn
 
