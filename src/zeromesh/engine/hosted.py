@@ -158,6 +158,7 @@ class HostWork:
         if looked is None or looked is self._parked:
             self.require_here()
         self._norms.clear()  # who looks may write
+        self._versions.clear()
         for unit, ticket in list(self.steps.items()):
             ticket.wait()
             self.steps.pop(unit, None)  # only now: a Ctrl-C may end the wait

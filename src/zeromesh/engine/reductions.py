@@ -103,7 +103,8 @@ def own_norms(slices: Sequence[Tensor], order: float, device: torch.device, know
         for tensor, norm in zip(slices, known, strict=True)
     ]
     if there := [norm for norm in norms if norm.device != device]:
-        pinned = torch.empty(len(there), dtype=torch.float64, pin_memory=True)  # else the host waits for the device
+        # Pinned, or the host waits for the device.
+        pinned = torch.empty(len(there), dtype=torch.float64, device="cpu", pin_memory=True)
         sent = iter(torch.stack(there, out=pinned).to(device, non_blocking=True))
         norms = [norm if norm.device == device else next(sent) for norm in norms]
     return torch.stack(norms)
@@ -116,7 +117,8 @@ def _norms_by_rows(tensors: Sequence[Tensor]) -> Tensor:
     rows = [torch.linalg.vector_norm(tensor[: n * _ROW].view(n, _ROW), dim=1) for tensor, n in cut]
     ends = [tensor[n * _ROW :] for tensor, n in cut]
     sums = torch.stack(torch._foreach_norm(ends, 2, torch.float64)).square_()
-    owner = torch.repeat_interleave(torch.arange(len(cut)), torch.tensor([n for _, n in cut]))
+    counts = torch.tensor([n for _, n in cut], device="cpu")  # whatever the user's default device is
+    owner = torch.repeat_interleave(torch.arange(len(cut), device="cpu"), counts)
     norms = sums.index_add_(0, owner, torch.cat(rows).double().square_()).sqrt()
     # Squares below fp32's range are lost in such a sum, and none is above it.
     for index in (~((norms > 1e-10) & (norms < 1e12))).nonzero().flatten().tolist():

@@ -579,3 +579,17 @@ def test_the_device_finds_norms_unless_a_plain_tensor_kept_from_before_is_writte
             norms.append(zm.clip_grad_norm_(model, math.inf).item())
         model.zero_grad()
     assert norms[0] == norms[1] < norms[2]
+
+
+def test_a_clip_where_the_user_has_another_default_device():
+    """Numbers that the clip makes for itself lie where it computes."""
+    norms = []
+    for device in "cpu", "meta":
+        torch.manual_seed(0)
+        model = zm.shard(nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 2)), None, HOST)
+        for _ in range(2):  # read, then found on the device
+            model(torch.ones(1, 80)).sum().backward()
+            with torch.device(device):
+                norms.append(zm.clip_grad_norm_(model, math.inf).item())
+            zm.zero_grad(model)
+    assert norms == [norms[0]] * 4
