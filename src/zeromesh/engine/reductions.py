@@ -117,7 +117,7 @@ def _norms_by_rows(tensors: Sequence[Tensor]) -> Tensor:
     rows = [torch.linalg.vector_norm(tensor[: n * _ROW].view(n, _ROW), dim=1) for tensor, n in cut]
     ends = [tensor[n * _ROW :] for tensor, n in cut]
     sums = torch.stack(torch._foreach_norm(ends, 2, torch.float64)).square_()
-    counts = torch.tensor([n for _, n in cut], device="cpu")  # whatever the user's default device is
+    counts = torch.tensor([n for _, n in cut], device="cpu")  # users may have another default
     owner = torch.repeat_interleave(torch.arange(len(cut), device="cpu"), counts)
     norms = sums.index_add_(0, owner, torch.cat(rows).double().square_()).sqrt()
     # Squares below fp32's range are lost in such a sum, and none is above it.
