@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import cast
 
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.errors import InputError
@@ -249,7 +250,7 @@ def _broadcast(schedule: Schedule, tensors: Sequence[Placement], stepping: _Step
 def _dtypes(schedule: Schedule) -> tuple[str, str]:
     """Dtypes of gradients and masters."""
     found = next((p.buffer for unit in schedule.placed for p in unit if p.buffer.trainable), None)
-    return (found.grad_dtype, found.master_dtype or found.param_dtype) if found else ("fp32", "fp32")
+    return (found.grad_dtype, cast(str, found.master_dtype)) if found else ("fp32", "fp32")
 
 
 def _slowest_s(tensors: Sequence[Placement], owners: Owners, stepping: _Stepping, indices: Iterable[int]) -> float:

@@ -285,6 +285,8 @@ def test_elementwise_ones_are_to_the_bit_what_they_are_on_slices(kind, dtypes):
             optimizer.zero_grad()
     for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
         assert torch.equal(ours.local, theirs.local)  # type: ignore[attr-defined]
+    predicted, taken = optimizers[1].room_bytes()
+    assert 0 < taken <= predicted, (predicted, taken)
 
 
 @on_ranks(4)
