@@ -130,17 +130,14 @@ def borrow_channel(everyone: dist.ProcessGroup, timeout_s: float) -> tuple[Chann
 
 def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """All ranks of the mesh, which call this at the same point."""
-    if mesh.size() == dist.get_world_size():
-        return _world()
-    if mesh.ndim == 1:
-        return mesh.get_group()
     # Not torch's own, by flattening the mesh: that must be done on all ranks of the mesh which this one is a part of.
     return group_of(sorted(mesh.mesh.flatten().tolist()), mesh.device_type)
 
 
 def group_of(ranks: Sequence[int], device_type: str) -> dist.ProcessGroup:
-    """A group of these global ranks, which all call this at the same point; the default one if they are all of it."""
-    if len(ranks) == dist.get_world_size():
+    """A group of these global ranks, which all call this at the same point. On a device it is the default one if they
+    are all of it. On the host threads of the user's may use that (`dcp.async_save`), in no order that ranks share."""
+    if device_type != "cpu" and len(ranks) == dist.get_world_size():
         return _world()
     return _Pool.current().everyone(Key.of(ranks, device_type, split=False))
 
@@ -278,7 +275,7 @@ class _Pool:
         self._world = weakref.ref(world)
         self._free: dict[Key, dict[int, Channel]] = defaultdict(dict)
         self._made: dict[tuple[int, ...], int] = defaultdict(int)
-        self._everyone: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._everyone: dict[Key, dist.ProcessGroup] = {}
         self._adopted = set[str]()
 
     @classmethod
@@ -291,9 +288,9 @@ class _Pool:
 
     def everyone(self, key: Key) -> dist.ProcessGroup:
         """All ranks of a mesh, for the words of all models on it. It is never given back: on it they agree."""
-        if key.ranks not in self._everyone:
-            self._everyone[key.ranks] = self._make(key, "mesh").process_group
-        return self._everyone[key.ranks]
+        if key not in self._everyone:
+            self._everyone[key] = self._make(key, "mesh").process_group
+        return self._everyone[key]
 
     def adopt(self, key: Key, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
         """A group that a mesh has made, for one user at a time: [Note: Dimensions]. All its ranks call this at the same

@@ -142,9 +142,11 @@ class Control:
     ) -> list[Any]:
         """The host waits for the other ranks' hosts, and not for work of the devices: the words go over the host's
         network if the groups have a backend for it, or have a stream of their own."""
-        groups = [group for group in (self.group, *further) if group is not None]
-        on_host = self.world <= HOST_WORLD and all(_HOST in group._device_types for group in groups)
-        device = _HOST if on_host else self.device
+        groups, device = [group for group in (self.group, *further) if group is not None], self.device
+        near = device.type != "cpu" and self.world <= HOST_WORLD
+        if near and all(_HOST in group._device_types for group in groups):
+            device = _HOST
+            groups = [group_of(dist.get_process_group_ranks(group), "cpu") for group in groups]
         with nullcontext() if device.type == "cpu" else _stream(device):
             words = self.words(values, dtype, device)
             for group in groups:

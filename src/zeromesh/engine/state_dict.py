@@ -11,14 +11,16 @@ torch.distributed.checkpoint saves and loads the result of `state_dict()`, under
 from __future__ import annotations
 
 import weakref
-from functools import cache
+from functools import cache, partial
+from pkgutil import resolve_name
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.param import ShardedParameter, loaded_operand, refuse_transforms
+from zeromesh.engine.param import ShardedParameter, Slice, loaded_operand, refuse_transforms
 from zeromesh.errors import CheckpointError
 from zeromesh.modules import clean_name
 
@@ -48,7 +50,7 @@ def install_state_dict(model: nn.Module, engine: Engine) -> None:
         _install_part(module, reference)
     model.register_state_dict_post_hook(shown)  # type: ignore[no-untyped-call]  # torch leaves these so
     model.register_load_state_dict_pre_hook(renamed)  # type: ignore[no-untyped-call]
-    _gather_where_torch_does()
+    _teach_torch()
     refuse_transforms()
 
 
@@ -90,17 +92,16 @@ def _install_part(module: nn.Module, reference: weakref.ref[Engine]) -> None:
 
 
 @cache
-def _gather_where_torch_does() -> None:
-    """`get_model_state_dict` and its like, which gather DTensors alone, get whole tensors for a full state dict."""
-    own = torch_state_dict._maybe_full_or_cpu_state_dict
+def _teach_torch() -> None:
+    """`get_model_state_dict` and its like, which gather DTensors alone, get whole tensors for a full state dict.
+    `dcp.async_save`, which copies tensors by their storage, gets copies of slices."""
+    states: Any = torch_state_dict
+    stager: Any = StateDictStager
+    finish, copy_of = states._maybe_full_or_cpu_state_dict, stager._offload_tensor
+    gathered, staged = (partial(resolve_name, f"zeromesh.engine.whole:{name}") for name in ("gathered", "staged"))
 
-    def gathered(state_dict: dict[str, Any], info: Any) -> dict[str, Any]:
-        params = (param for param in info.fqn_param_mapping if isinstance(param, ShardedParameter))
-        engine = next((param.engine() for param in params), None)
-        if engine is not None and info.full_state_dict:
-            from zeromesh.engine.whole import whole_of_all  # of full_state_dict=
+    def stage(self: Any, tensor: Tensor, *args: Any, **options: Any) -> Any:
+        return staged()(tensor) if isinstance(tensor, Slice) else copy_of(self, tensor, *args, **options)
 
-            state_dict = whole_of_all(state_dict, engine, everywhere=not info.cpu_offload)
-        return own(state_dict, info)
-
-    torch_state_dict._maybe_full_or_cpu_state_dict = gathered
+    stager._offload_tensor = stage
+    states._maybe_full_or_cpu_state_dict = lambda state, info: finish(gathered()(state, info), info)

@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeromesh.engine.control import reduce_over
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.param import Slice
+from zeromesh.engine.param import ShardedParameter, Slice
 from zeromesh.errors import InputError
-from zeromesh.pieces.piece import copy_shared, whole
+from zeromesh.pieces.piece import Piece, copy_shared, whole
+from zeromesh.pieces.sliced import Sliced
 
 
 def whole_state(state: Any, engine: Engine | None = None, *, everywhere: bool = False) -> Any:
@@ -53,12 +54,16 @@ def sliced_like(current: Any, state: Any) -> Any:
     return state
 
 
-def whole_of_all(state: Any, engine: Engine, *, everywhere: bool) -> Any:
-    """`whole_state` of slices that every rank has.
+def gathered(state: Any, info: Any) -> Any:
+    """`whole_state` of what torch collects for its `info`, if that asks for it; slices that every rank has.
 
     Raises:
         InputError: on all ranks, where some have none.
     """
+    params = (param for param in info.fqn_param_mapping if isinstance(param, ShardedParameter))
+    engine = next((param.engine() for param in params), None)
+    if engine is None or not info.full_state_dict:
+        return state
     names = [each.full_name for each in tree_leaves(state) if isinstance(each, Slice)]
     if any(other != names for other in engine.control.gather(names)):
         raise InputError(
@@ -66,4 +71,22 @@ def whole_of_all(state: Any, engine: Engine, *, everywhere: bool) -> Any:
             "whole states on some ranks: save it with zm.Checkpoints, or leave full_state_dict out and save with "
             "torch.distributed.checkpoint; zm.full_state_dict(model) gathers the model"
         )
-    return whole_state(state, engine, everywhere=everywhere)
+    return whole_state(state, engine, everywhere=not info.cpu_offload)
+
+
+class Staged(Sliced, torch.Tensor):
+    """A copy of a slice that no longer belongs to a model, for another thread or process to write."""
+
+    _piece: Piece
+    writes: bool
+
+    def piece(self) -> Piece:
+        return self._piece
+
+
+def staged(source: Slice) -> Staged:
+    """A slice's values as they are now, in the host's memory."""
+    piece = source.piece(local=source.local.to("cpu", copy=True))
+    found: Staged = torch.Tensor._make_subclass(Staged, piece.local)
+    found._piece, found.writes = piece, source.writes
+    return found

@@ -142,6 +142,7 @@ def test_only_meshes_of_all_ranks_split_a_world_that_is_bound_to_a_device():
         try:
             for mesh, split in ((line, True), (whole["node"], False)):
                 world.bound_device_id = device
+                groups.mesh_group(mesh)
                 bound.clear()
                 (name,) = mesh.mesh_dim_names or ()
                 held = make_groups(mesh, axes(f"{name}=3", (name, mesh.size())), timeout_s=17.0 + split)
@@ -293,6 +294,9 @@ def test_a_device_s_groups_have_its_backend_alone_and_are_connected_as_they_are_
         patch.object(groups, "_machines", lambda everyone: dict(enumerate("aabb"))),
         patch.object(torch.cuda, "get_device_name", lambda: "NVIDIA H200"),
     ):
+        groups.mesh_group(mesh)
+        made.clear()
+        sent.clear()
         held = make_groups(mesh, axes(*TWO), timeout_s=23.0)
         expected = [(f"{axis} {use}", "nccl") for axis in ("node", "cluster") for use in ("gather", "reduce")]
         assert [(description, backend) for description, backend, _ in made] == expected
