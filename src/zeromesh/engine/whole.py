@@ -55,7 +55,7 @@ def sliced_like(current: Any, state: Any) -> Any:
 
 
 def gathered(state: Any, info: Any) -> Any:
-    """`whole_state` of what torch collects for its `info`, if that asks for it; slices that every rank has.
+    """`whole_state` of a state that torch has collected, if its `info` asks for that; slices that every rank has.
 
     Raises:
         InputError: on all ranks, where some have none.
