@@ -442,8 +442,7 @@ class DeviceBackend:
     ) -> None:
         """Moves the gradients that autograd has left on a buffer's leaves to where they are reduced."""
         shards, buffer = self.units[unit], self.units[unit].buffers[index]
-        adds = buffer.adds
-        found, used = buffer.take_grads(), shards.used[index]
+        adds, found, used = buffer.adds, buffer.take_grads(), shards.used[index]  # `adds` before it is taken
         destinations, missing, grads = list[Tensor](), list[Tensor](), list[Tensor]()
         for position, (grad, destination) in enumerate(zip(found, to.parts, strict=True)):
             if grad is None:
@@ -455,7 +454,9 @@ class DeviceBackend:
                 _require_unchanged(buffer.optimizer_params[position], reduction.stale)
             used[position] = True
             grad = grad.to_dense() if grad.is_sparse else grad  # which has no address
-            if adds and grad.data_ptr() == destination.data_ptr():
+            if adds:
+                if grad.data_ptr() != destination.data_ptr():  # an autograd.Function has put the sum elsewhere
+                    destination.copy_(grad.detach())
                 continue
             destinations.append(destination)
             grads.append(grad.detach() if grad.requires_grad else grad)  # backward(create_graph=True)

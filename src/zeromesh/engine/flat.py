@@ -292,21 +292,20 @@ class FlatShards:
     @cached_property
     def _sums(self) -> list[Tensor]:
         """The accumulator for autograd to add to, where that is as good as adding to it afterwards: each parameter's
-        part, with a version of its own, which tells whether anything was added."""
+        part, with a version of its own, which tells whether anything was added. DTensors' are made local first."""
         stays = self.waiting is None and "grads" not in self.placed.on_host_kinds
-        direct = stays and self.collected.dtype == self.leaves[0].dtype
+        direct = stays and all(isinstance(x, PlainLeaf) and x.dtype == self.collected.dtype for x in self.leaves)
         return [part.data for part in self.destinations.parts] if direct else []
 
     def add_in_place(self) -> None:
-        """Has autograd add a further micro-batch's gradients to the accumulator, while it has them at hand."""
-        if self._sums and not self.adds:
+        """Has autograd add a further micro-batch's gradients to the accumulator, while it has them at hand. Not if
+        some have come before, or a hook changes those of one micro-batch."""
+        ready = self._sums and not self.adds
+        if ready and all(leaf.grad is None and not leaf._post_accumulate_grad_hooks for leaf in self.leaves):
             torch._C._autograd._unsafe_set_version_counter(tuple(self._sums), (0,) * len(self._sums))
             self.adds = True
             for leaf, held in zip(self.leaves, self._sums, strict=True):
-                # Other gradients have yet to be made local, and a hook changes one micro-batch's.
-                alone = isinstance(leaf, PlainLeaf) and not leaf._post_accumulate_grad_hooks
-                if alone and leaf.grad is None:
-                    leaf.grad = held
+                leaf.grad = held
 
     def grads_of_leaves(self) -> list[Tensor | None]:
         """Gradients that autograd has left on the leaves, open or closed; with `add_in_place`, those that it added

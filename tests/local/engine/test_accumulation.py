@@ -132,6 +132,44 @@ def test_autograd_adds_to_the_accumulator_itself() -> None:
     assert not buffer.adds
 
 
+class AddsItself(torch.autograd.Function):
+    """A product whose backward adds to the weight's gradient itself, into new memory."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        own = (grad * ctx.x).sum(0)
+        ctx.weight.grad = own if ctx.weight.grad is None else ctx.weight.grad + own
+        return grad * ctx.weight, None
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.shift, self.unused = (nn.Parameter(torch.rand(4)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return AddsItself.apply(x, self.weight) + self.shift
+
+
+def test_a_function_that_adds_to_a_gradient_itself() -> None:
+    plain = nn.Sequential(*(Product() for _ in range(3)))
+    sharded = zm.shard(copy.deepcopy(plain), None, "node=3")
+    for index in range(4):
+        x = torch.full((2, 4), index + 1.0)
+        plain(x).square().sum().backward()
+        with zm.accumulate(sharded, last=index == 3):
+            sharded(x).square().sum().backward()
+    for mine, param in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (param.grad is None)
+        if param.grad is not None:
+            torch.testing.assert_close(mine.grad.local, param.grad)
+
+
 @pytest.mark.parametrize("to_none", [False, True])
 def test_a_sum_that_is_zeroed_is_shown_as_zeros(to_none: bool) -> None:
     """Also where no later micro-batch uses its parameter; one that is dropped is None."""
