@@ -100,7 +100,7 @@ def clip_grad_norm_(
         norms = slice_norms(grads, [param.elements.spans for param in own], norm_type, known)
         norms = norms.to(torch.promote_types(grads[0].dtype, torch.float32)) if own else torch.zeros(1)
         totals.append(torch.linalg.vector_norm(norms, norm_type))
-    total = totals[0]
+    total = max(totals, key=lambda each: each.dtype.itemsize)  # one without gradients is in fp32
     if pipeline is not None or len(engines) != 1:
         total = joint_norm(totals, norm_type, pipeline, engines[0].control.device).to(total.dtype)
     if error_if_nonfinite and not bool(torch.isfinite(total)):

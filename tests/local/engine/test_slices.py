@@ -270,6 +270,16 @@ def test_a_change_inside_a_forward_is_refused():
         model(torch.ones(2, 4).double())
 
 
+def test_a_joint_norm_is_in_the_widest_dtype() -> None:
+    """Also if the first model has no gradients."""
+    first, second = (zm.shard(nn.Linear(3, 3).double(), None, "node=3") for _ in range(2))
+    second(torch.ones(2, 3).double() / 3).sum().backward()
+    whole = torch.cat([param.grad.local for param in second.parameters()]).clone()
+    assert float(zm.clip_grad_norm_([first, second], 0.1)) == pytest.approx(float(whole.norm()), rel=1e-14)
+    found = torch.cat([param.grad.local for param in second.parameters()])
+    torch.testing.assert_close(found, whole * (0.1 / (whole.norm() + 1e-6)), rtol=1e-14, atol=0.0)
+
+
 @pytest.mark.parametrize("value", [1.0, 0.0, 1e-30, 1e30, math.inf, math.nan])
 def test_the_norm_of_a_long_slice_is_that_of_fp64(value: float) -> None:
     """It is added up by blocks on the host, and the last one is shorter."""
