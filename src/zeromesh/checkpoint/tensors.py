@@ -226,11 +226,11 @@ def collect(held: Held, optimizers: Sequence[Optimizer], *, frozen: bool) -> Ite
     states = _states(optimizers)
     for model, engine in zip(held.models, held.engines, strict=True):
         require_own(engine)
-        for buffer in (buffer for buffer in buffers_of(engine) if frozen or buffer.spec.trainable):
-            pieces, numbers = list[Piece](), list[Piece]()
+        for buffer in buffers_of(engine):
+            pieces, numbers, wanted = list[Piece](), list[Piece](), frozen or buffer.spec.trainable
             for param in buffer.optimizer_params:
-                own = states.pop(param, {})
-                if param.writes:
+                own = states.pop(param, {})  # of a frozen one too, which Adagrad makes for all that it is given
+                if wanted and param.writes:
                     pieces.append(param_piece(param))
                     for key, (value, region) in sorted(own.items()):
                         found = _state_pieces(param, key, value, region)

@@ -163,6 +163,23 @@ def test_states_of_what_stays_trained_are_kept(tmp_path: Path) -> None:
     assert all(map(torch.equal, zm.full_state_dict(again).values(), zm.full_state_dict(model).values()))
 
 
+def test_states_of_what_is_frozen_are_left_out_with_it(tmp_path: Path) -> None:
+    """Adagrad makes a state for every parameter that it is given."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    model = zm.shard(model, None, "node=3")
+    optimizer = torch.optim.Adagrad(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    sums = [optimizer.state[param]["sum"].clone() for param in model[1].parameters()]
+    with zm.Checkpoints(tmp_path, model, optimizer, frozen=False) as checkpoints:
+        checkpoints.save(1)
+        assert checkpoints.load("auto") is not None
+    assert all(map(torch.equal, sums, [optimizer.state[param]["sum"] for param in model[1].parameters()]))
+    assert not any(param in optimizer.state for param in model[0].parameters())
+
+
 def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = zm.shard(nn.Linear(64, 100), None, "node=3")
