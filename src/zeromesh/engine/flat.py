@@ -335,8 +335,8 @@ class FlatShards:
         """
         shard, axes = self.optimizer_shard
         held, spans, layout = self.range_of(axes), home.spans(control, axes), str(home.layout.strategy)
-        in_params = self.master is None or self.master_in_params
-        in_leaves = bool(self.leaves) and in_params and not self.gathered
+        layout += "" if self.spec.trainable else ", frozen"  # and divided over other axes than trained ones
+        in_leaves = bool(self.leaves) and not self.gathered and (self.master is None or self.master_in_params)
         on_host = self.spec.trainable and "master" in self.placed.on_host_kinds
         grads_on = self.shown.device if self.spec.trainable else self.device
         attributes |= {"on_host": on_host, "grads_on": grads_on, "streamed": self.placed.streamed}

@@ -560,6 +560,16 @@ def test_torchs_averaged_model_is_sharded_as_the_trained_one(decay):
         AveragedModel(model)
 
 
+@on_ranks(4)
+def test_a_frozen_average_is_divided_otherwise():
+    model, average = net(), net()
+    zm.shard(model, mesh(), "node=3,cluster=1")
+    zm.shard(average.requires_grad_(False), mesh(), "node=3,cluster=1")
+    mine, theirs = list(average.parameters()), list(model.parameters())
+    with torch.no_grad(), pytest.raises(OptimizerError, match=r"cluster=1, frozen and .*cluster=1: each rank holds"):
+        torch._foreach_lerp_(mine, theirs, 0.5)
+
+
 # ---- steps of optimizers
 
 
