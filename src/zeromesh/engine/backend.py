@@ -50,9 +50,9 @@ _NOBODY = 0
 _VERSION_BITS = 16
 """A unit's version leaves room above for in-place changes of its gathered parameters: [Note: Versions]."""
 
-Site = tuple[dict[str, nn.Parameter | None], str, Leaf, ShardedParameter, int]
+Site = tuple[dict[str, nn.Parameter | None], str, Leaf, ShardedParameter, int, bool]
 """One place of a parameter in the model: the `_parameters` of a module and a key, with the compute leaf and the
-optimizer's parameter, which stand there in turn; and the leaf's address, where gathers and refreshes write."""
+optimizer's parameter, which stand there in turn; the leaf's address, where gathers write; and whether it is trained."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class UnitShards:
         """Every place in the model that holds one of its parameters."""
         with torch._C.DisableTorchFunctionSubclass():  # leaves may be closed
             return [
-                (params, key, leaf, param, local_of(leaf).data_ptr())
+                (params, key, leaf, param, local_of(leaf).data_ptr(), buffer.spec.trainable)
                 for buffer in self.buffers
                 for place, leaf, param in zip(buffer.places, buffer.leaves, buffer.optimizer_params, strict=True)
                 for params, key in place.info.sites
@@ -358,11 +358,11 @@ class DeviceBackend:
     def use(self, unit: int) -> None:
         shards = self.units[unit]
         sites = shards.sites
-        for params, key, leaf, param, _ in sites:
+        for params, key, leaf, param, *_ in sites:
             held = params.get(key)
             if held is not param and held is not leaf:
                 raise _replaced(param)
-        for params, key, leaf, _, _ in sites:
+        for params, key, leaf, *_ in sites:
             params[key] = leaf
         for leaf, opened, _ in shards.closing:
             leaf.__class__ = opened
@@ -387,11 +387,13 @@ class DeviceBackend:
         return shards.shares_slot and any(_storage(buffer.full) == _storage(tensor) for buffer in shards.buffers)
 
     def require_in_place(self, unit: int, *, outermost: bool) -> None:
-        """Raises ModelError where a forward of the unit has put other parameters, memory or values in their place; of
-        units that stay open, once for all, as the `outermost` forward ends."""
+        """Raises ModelError where a forward of the unit has put other parameters, memory or values in their place, or
+        frozen some; of units that stay open, once for all, as the `outermost` forward ends."""
         for shards in self.units[unit : unit + 1] if self._closes else self.units if outermost else ():
-            for params, key, leaf, param, address in shards.sites:
+            for params, key, leaf, param, address, trained in shards.sites:
                 held = params.get(key)
+                if leaf.requires_grad is not trained:
+                    leaf.requires_grad, param.requires_grad = trained, not trained  # the second one raises
                 if held is param or (held is leaf and local_of(leaf).data_ptr() == address):
                     continue
                 if held is not leaf or not shards.has_cast(leaf):
@@ -400,7 +402,7 @@ class DeviceBackend:
                 raise written(shards.name)
 
     def unuse(self, unit: int) -> None:
-        for params, key, _, param, _ in self.units[unit].sites:
+        for params, key, _, param, *_ in self.units[unit].sites:
             params[key] = param
         self.units[unit].show_casts(cast=False)
         for leaf, _, closed in self.units[unit].closing:

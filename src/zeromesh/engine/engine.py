@@ -115,8 +115,7 @@ class Engine:
         """Trainable parameters, by name, that were added to the model after it was sharded."""
         model = self.model()
         for name, param in () if model is None else model.named_parameters():
-            own = isinstance(param, ShardedParameter | Leaf)
-            if param.requires_grad and not own:
+            if param.requires_grad and not isinstance(param, ShardedParameter | Leaf):
                 yield name, param
 
     def require_one_of_a_name(self) -> None:

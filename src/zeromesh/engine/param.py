@@ -280,8 +280,7 @@ def local_operand(target: Slice, operand: Any, call: str) -> Any:
     """
     if not isinstance(operand, Tensor):
         return operand
-    own = _elements_of(operand)
-    if own is not None:
+    if (own := _elements_of(operand)) is not None:
         require_alike(call, target.elements, own)
         return operand
     if stepping() and operand.dim() == 1 and type(operand) is Tensor:

@@ -122,6 +122,35 @@ def test_changing_what_is_frozen_after_sharding_is_refused():
     model.head.requires_grad_(True)
 
 
+class Freezes(nn.Module):
+    """Freezes or unfreezes its weight in its forward, and lets it be."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4), requires_grad=trained)
+        self.now: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.now is not None:
+            self.weight.requires_grad = self.now
+        return x * self.weight
+
+
+@pytest.mark.parametrize("strategy", ["node=3", "node=1", "host=3,node=1"])
+@pytest.mark.parametrize("trained", [True, False])
+@on_ranks(2)
+def test_changing_what_is_frozen_inside_a_forward_is_refused(strategy, trained):
+    """It would stay, and nobody could change it from outside, where modules show slices."""
+    model = nn.Sequential(nn.Linear(4, 4), *(Freezes(trained) for _ in range(3)))
+    zm.shard(model, mesh_of(2), strategy)
+    model[2].now = not trained
+    with pytest.raises(ModelError, match=rf"2\.weight was {'trainable' if trained else 'frozen'} when zm\.shard"):
+        model(torch.ones(2, 4))
+    model[2].now = None
+    model(torch.ones(2, 4)).sum().backward()
+    assert (model[2].weight.grad is not None) is trained
+
+
 # ---- tied
 
 
