@@ -75,13 +75,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A tensor of a checkpoint.
-
-    Args:
-        dtype: as torch names it, without "torch.".
-        shape: of the whole tensor.
-        chunks: cover it exactly; those of each region in order.
-    """
+    """A tensor of a checkpoint. `dtype` is torch's name without "torch."; `chunks` cover the tensor exactly, those of
+    each region in order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -145,11 +140,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
-        """The inverse of `to_bytes`.
-
-        Args:
-            data: the file's content.
-            where: the file's name, for messages.
+        """The inverse of `to_bytes`; `where` is the file's name, for messages.
 
         Raises:
             DamagedError: the bytes are not those that were written.

@@ -49,12 +49,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A tensor of an export.
-
-    Args:
-        name, shape: of the whole.
-        dtype: in the file.
-    """
+    """A tensor of an export: whole, in the dtype that it has in the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,12 +73,8 @@ def write_safetensors(
 ) -> None:
     """Writes `model.safetensors`, or several files and their index, under temporary names, then renames them.
 
-    Args:
-        directory: exists on all ranks' file system.
-        specs: all tensors, the same on all ranks.
-        pieces: those that this rank writes; all ranks' together cover every tensor.
-        peers: all ranks.
-        max_file_bytes: a larger model is cut into several files; a single tensor is never cut.
+    All ranks give all `specs`, and each the `pieces` that it writes, which together cover every tensor. No tensor is
+    cut, however large.
 
     Raises:
         CheckpointError: on all ranks, if one of them failed.

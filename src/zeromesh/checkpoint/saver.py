@@ -135,14 +135,8 @@ the values that all have alike."""
 
 
 class Saver:
-    """Writes the checkpoints of one run to one directory, which it locks. Made, used and closed by all ranks.
-
-    Args:
-        storage: the directory.
-        peers: all ranks.
-        keep: newest checkpoints to keep.
-        keep_every: checkpoints of steps that this divides are kept for good; 0 keeps none.
-        lock_wait_s: how long to wait for another job to leave the directory.
+    """Writes the checkpoints of one run to one directory, which it locks, waiting at most `lock_wait_s` for another job
+    to leave it. It keeps those that `superfluous` leaves. Made, used and closed by all ranks.
 
     Raises:
         CheckpointError: the directory cannot be written, or another job writes to it.

@@ -86,13 +86,8 @@ class Last:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Computed:
-    """A tensor that must be whole for a moment for a slice of it to be had.
-
-    Args:
-        shape: of it.
-        compute: makes it, in host memory.
-        last: shared by all of a model, so that one at a time is whole.
-    """
+    """A tensor that must be whole for a moment for a slice of it to be had: `compute` makes it, in host memory. All of
+    a model share `last`, so that one at a time is whole."""
 
     shape: tuple[int, ...]
     compute: Callable[[], Tensor]
