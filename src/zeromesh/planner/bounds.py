@@ -61,10 +61,7 @@ class Bounds:
     Args:
         cluster: cut to the world in use.
         wires: by level, as after `@`; "" for the default.
-        collective: of the strategies.
-        mechanics: of the engine.
-        division: where the model is cut: it is then that of one kind of rank, and the cluster what is left of it.
-        part: which kind.
+        division, part: where the model is cut, how, and for which kind of rank; model and cluster are then its own.
         known: what has been found for other bounds of one workload.
         host: the stage of the host's memory.
     """

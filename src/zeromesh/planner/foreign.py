@@ -90,15 +90,14 @@ _TAKE_NOTHING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """A file of another library.
+    """A file of another library, the `source`.
 
     Args:
-        source: the library.
         parts: (stage, ranks) of groups of ranks, innermost first; 0 ranks for all that are left, or those of a machine.
         host: the stage of the host, as it stands in a strategy; "" for none.
         keys: of ours, dotted; those of `zeromesh plan` begin with "--".
         mesh: (axis, ranks), innermost first, where the file says how many there are.
-        without: theirs that have no equivalent.
+        without: keys of theirs that have no equivalent.
     """
 
     source: str
@@ -111,9 +110,8 @@ class Imported:
     def strategy(self, mesh: Sizes = ()) -> str:
         """The strategy in our notation.
 
-        Args:
-            mesh: (axis, ranks), innermost first; of 0 ranks where they are not known. Default: the file's own, or a
-                node and a cluster, where a group of ranks is taken to be a node.
+        The mesh is (axis, ranks), innermost first, with 0 ranks where they are not known. Default: the file's own, or a
+        node and a cluster, where a group of ranks is taken to be a node.
 
         Raises:
             MeshError: a group of ranks is none of the mesh's.

@@ -49,18 +49,12 @@ def bytes_each(wire: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBound:
-    """Lower bounds on memory for a model and its workload.
+    """Lower bounds on memory for a model and its workload. Fields that `Bounds` has too mean the same.
 
     Args:
-        elements: of the model.
-        workload: dtypes, batch and optimizer.
-        world: ranks that may share its states.
-        wires: by level, as after `@`; "" for the default.
+        world: ranks that may share the model's states.
         planned: the engine allocates reduce slots once, as ours does.
         joins: it joins units where no parameters are sharded.
-        division: where the model is cut: it is then that of one kind of rank.
-        part: which kind.
-        host: the stage of the host's memory.
     """
 
     elements: Elements

@@ -33,12 +33,9 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependence:
-    """A constant with which another layout is faster than the one to recommend as long as it is as shipped.
+    """A constant, of a `value` as shipped, with which another layout is faster than the one to recommend.
 
     Args:
-        constant: its name.
-        meaning: the quantity.
-        value: as shipped.
         end: the end of its range at which the layout loses most.
         layout: the one that would be recommended without regard to this.
         faster: the fastest layout there.

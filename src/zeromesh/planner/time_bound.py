@@ -175,12 +175,8 @@ class ComputeSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """State shared by the bounds of one workload on parts of one cluster, for one set of constants.
-
-    Args:
-        seconds: of all kinds of ranks, by degrees, micro-batch and recomputation.
-        tables: by what is left of the cluster, and by what is sent over it.
-    """
+    """State shared by the bounds of one workload on parts of one cluster, for one set of constants: `seconds` of all
+    kinds of ranks, by degrees, micro-batch and recomputation; `tables` by the rest of the cluster and by transfers."""
 
     seconds: dict[tuple[object, ...], list[MicroBatchSeconds]] = field(default_factory=dict)
     tables: dict[tuple[object, ...], dict[int, list[float]]] = field(default_factory=dict)
