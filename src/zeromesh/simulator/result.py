@@ -35,27 +35,16 @@ class PipelineRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnersShare:
-    """Balance of one optimizer that steps by owners.
-
-    Args:
-        optimizer: muon or adamw.
-        tensors: that it steps on.
-        ranks: that share them.
-        balance: the largest share of work, in times of the mean.
-        bound: of the same, a lower bound for every choice.
-        fullest: the rank, of those, that holds most.
-        held_bytes: there: states, and values that it keeps.
-        sliced_bytes: the same for AdamW on slices of the same tensors, on each.
-    """
+    """Balance of one optimizer that steps by owners."""
 
     optimizer: str
     tensors: int
-    ranks: int
-    balance: float
-    bound: float
-    fullest: int
-    held_bytes: float
-    sliced_bytes: float
+    ranks: int  # that share the tensors
+    balance: float  # the largest share of work, in times of the mean
+    bound: float  # of the same, a lower bound for every choice
+    fullest: int  # the rank, of those, that holds most
+    held_bytes: float  # there: states, and values that it keeps
+    sliced_bytes: float  # the same for AdamW on slices of the same tensors, on each
 
     def __str__(self) -> str:
         return (
