@@ -76,10 +76,7 @@ class Fit:
 
 
 def fit(timings: Mapping[int, Sequence[float]]) -> Fit:
-    """Fits timings by size.
-
-    Args:
-        timings: seconds of each round, in their order, by bytes sent by one rank; at least two sizes and 4 rounds.
+    """Fits seconds of each round, in their order, by bytes sent by one rank; at least two sizes and 4 rounds.
 
     Raises:
         InputError: fewer.

@@ -95,25 +95,21 @@ def probe(
     seconds: float = SECONDS_PER_LEVEL,
     work: Work | None = None,
 ) -> Probe | None:
-    """Measures the ranks of `mesh`.
+    """Measures the ranks of `mesh`; None on ranks of a torchrun other than the first.
 
     Args:
         mesh: sizes by level, outermost first; None: the levels that the ranks find (`levels.find_levels`).
         ranks: how many there are, where there is no mesh.
-        name: of the cluster.
         rounds: timings of each size; at least 4.
         seconds: for each level, about.
         work: of a model, at whose shapes the devices are measured.
-
-    Returns:
-        The probe; None on ranks of a torchrun other than the first.
 
     Raises:
         MeasurementError: too few rounds, or no time.
     """
     started = mesh or {"node": ranks}
     require_patience(rounds, seconds)
-    works = [] if work is None else [work.to_json()]
+    works = [] if work is None else [asdict(work)]
     options = {"rounds": rounds, "seconds": seconds, "find": mesh is None, "works": works}
     raw = on_all_ranks("zeromesh.measure.probe:measure", options, started)
     return None if raw is None else from_raw(raw, started, name)
@@ -136,14 +132,8 @@ def measure(
     find: bool = False,
     works: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The task of every rank.
-
-    Args:
-        ranks: all of them.
-        rounds, seconds, patience: as `measure_links` has them.
-        find: levels, rather than take the mesh's.
-        works: of models, at whose shapes devices are measured.
-    """
+    """The task of every rank, as `measure_links` has it: to `find` levels rather than take the mesh's, and to measure
+    devices at the shapes of models' works."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from zeromesh.measure.kernels import measure_kernels

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from zeromesh.errors import InputError, one_of
@@ -107,14 +106,10 @@ class Work:
         """The same with fewer tokens, so that the forward of a block takes no more FLOPs than that."""
         total = max(1, min(self.sequences * self.tokens, int(most_flops / (2 * self.block_params))))
         tokens = min(self.tokens, total)
-        return type(self).from_json(self.to_json() | {"tokens": tokens, "sequences": max(1, total // tokens)})
-
-    def to_json(self) -> dict[str, Any]:
-        """As it comes back from a file."""
-        text: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return text
+        return replace(self, tokens=tokens, sequences=max(1, total // tokens))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `asdict`, whose tuples JSON makes lists."""
         lists = {"dtypes": tuple(data["dtypes"]), "products": tuple(tuple(one) for one in data["products"])}
         return cls(**(dict(data) | lists))
