@@ -18,12 +18,8 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where something happens.
-
-    Args:
-        phase: of the step, or before it.
-        unit: its name, "" for the root; None where it belongs to none.
-    """
+    """Where something happens, in a step or before it; `unit` is a name, "" for the root, None where it belongs to
+    none."""
 
     phase: Phase
     unit: str | None = None
@@ -55,14 +51,8 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """A rehearsed rank's share of its machine's memory.
-
-    Args:
-        kinds: of the model's state.
-        peak_bytes: the most that is in use.
-        ranks: of one machine; 0 without a cluster.
-        limit_bytes: the most that the ranks of a machine may take together; None if it is unknown.
-    """
+    """A rehearsed rank's share of its machine's memory: the model's state by kind, and the most that is in use. A
+    machine has so many `ranks`, 0 without a cluster, which together may take `limit_bytes`; None if it is unknown."""
 
     kinds: tuple[MemoryLine, ...]
     peak_bytes: int
