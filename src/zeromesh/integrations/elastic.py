@@ -38,10 +38,7 @@ def resize_mesh(mesh: Mapping[str, int], world: int, strategy: str | None) -> di
     >>> resize_mesh({"cluster": 4, "node": 8}, 24, "node=3,cluster=1")
     {'cluster': 3, 'node': 8}
 
-    Args:
-        mesh: sizes by axis name, outermost first.
-        world: number of ranks.
-        strategy: in the notation, or a preset's name; None if it is chosen after the mesh.
+    The strategy is in the notation, or a preset's name; None if it is chosen after the mesh.
 
     Raises:
         MeshError: the strategy fits no mesh of `world` ranks; says why the first does not fit.
@@ -174,10 +171,7 @@ class NonFinite:
         self.in_a_row = 0
 
     def judge(self, fault: str) -> Remedy:
-        """Counts a bad step.
-
-        Args:
-            fault: the step, and the number that was not finite.
+        """Counts a bad step; `fault` names it, and the number that was not finite.
 
         Raises:
             NonFiniteError: the remedy is to stop, or a bound is exceeded.
