@@ -80,21 +80,13 @@ Step = Callable[[list[torch.Event]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One setting.
+    """One setting."""
 
-    Args:
-        shape: of the mesh, outermost first.
-        slow: rate of the outermost links, as the lab spells it.
-        micro_batches: of a step.
-        ratio: computation over communication.
-        dilation: seconds of the machine for one of the device.
-    """
-
-    shape: tuple[int, ...]
-    slow: str
+    shape: tuple[int, ...]  # of the mesh, outermost first
+    slow: str  # rate of the outermost links, as the lab spells it
     micro_batches: int
-    ratio: float
-    dilation: float
+    ratio: float  # computation over communication
+    dilation: float  # seconds of the machine for one of the device
 
     @property
     def name(self) -> str:
