@@ -144,23 +144,16 @@ class NonFinite:
     [Note: Batches] The batch of a step follows from its number and `left_out` alone. A roll back leaves out the batches
     since the checkpoint: the step after the checkpoint takes the batch behind the one that failed.
 
-    Args:
-        remedy: "stop" raises, "skip" leaves the optimizer step out, "rollback" loads the newest checkpoint.
-        most_in_a_row: such steps without a good one between them, at most.
-        most_in_all: such steps in the run, at most.
-        skipped: steps without an optimizer step so far.
-        rollbacks: checkpoints loaded again so far.
-        in_a_row: steps since the last good one.
-        left_out: batches that no step uses.
+    "stop" raises, "skip" leaves the optimizer step out, "rollback" loads the newest checkpoint.
     """
 
     remedy: Remedy = "stop"
-    most_in_a_row: int = 3
-    most_in_all: int = 20
-    skipped: int = 0
-    rollbacks: int = 0
-    in_a_row: int = 0
-    left_out: int = 0
+    most_in_a_row: int = 3  # such steps without a good one between them
+    most_in_all: int = 20  # such steps in the run
+    skipped: int = 0  # steps without an optimizer step so far
+    rollbacks: int = 0  # checkpoints loaded again so far
+    in_a_row: int = 0  # steps since the last good one
+    left_out: int = 0  # batches that no step uses
 
     def batch(self, step: int) -> int:
         """The batch of step 0, 1, ...: [Note: Batches]."""

@@ -30,24 +30,15 @@ SECONDS_PER_LEVEL = 12.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelProbe:
-    """One level as measured, a rank's own view of it.
-
-    Args:
-        name, size: of the level.
-        fits: of our all-gather, reduce-scatter and all-reduce, by bytes sent by one rank.
-        host_s_per_byte: processor seconds for each byte sent; None where the device has no part in it.
-        host_call_s: processor seconds of a collective besides.
-        busy_latency_s: of a whole short collective while the ranks compute; None likewise.
-        curves: medians of timings, alone and beside computation, by bytes sent by one rank.
-    """
+    """One level as measured, a rank's own view of it."""
 
     name: str
     size: int
-    fits: Mapping[str, Fit]
-    host_s_per_byte: float | None
-    host_call_s: float
-    busy_latency_s: float | None
-    curves: tuple[Curve, ...] = ()
+    fits: Mapping[str, Fit]  # of our all-gather, reduce-scatter and all-reduce, by bytes sent by one rank
+    host_s_per_byte: float | None  # processor seconds for each byte sent; None where the device has no part in it
+    host_call_s: float  # processor seconds of a collective besides
+    busy_latency_s: float | None  # of a whole short collective while the ranks compute; None likewise
+    curves: tuple[Curve, ...] = ()  # medians of timings, alone and beside computation, by bytes sent by one rank
 
     @property
     def bytes_per_s(self) -> float:

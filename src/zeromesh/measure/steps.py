@@ -28,20 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One rank's batch of a step.
+    """One rank's batch of a step."""
 
-    Args:
-        model: a name of `shapes.SHAPES`.
-        dtype: of compute and of both wires; masters and sums are fp32.
-        sequences, tokens: of one micro-batch.
-        micro_batches: of a step.
-    """
-
-    model: str = "7M"
-    dtype: str = "fp32"
-    sequences: int = 2
+    model: str = "7M"  # a name of `shapes.SHAPES`
+    dtype: str = "fp32"  # of compute and of both wires; masters and sums are fp32
+    sequences: int = 2  # of one micro-batch
     tokens: int = 64
-    micro_batches: int = 1
+    micro_batches: int = 1  # of a step
 
     def __post_init__(self) -> None:
         if self.model not in SHAPES:

@@ -23,29 +23,19 @@ MOST_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Shapes of one micro-batch.
-
-    Args:
-        name: of the model.
-        dtypes: to measure.
-        sequences, tokens: of a micro-batch, and of a sequence.
-        hidden, ffn, heads, head_dim: of a block; elementwise kernels are measured on a Llama's with these.
-        products: (rows of a token, inner, outer) of all products.
-        elements: of all parameters.
-        kernels: of that Llama's blocks; one of `MEASURED`.
-    """
+    """Shapes of one micro-batch of a model; elementwise kernels are measured on a Llama's blocks of the same sizes."""
 
     name: str
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # to measure
     sequences: int
-    tokens: int
+    tokens: int  # of a sequence
     hidden: int
     ffn: int
     heads: int
     head_dim: int
-    products: tuple[tuple[float, int, int], ...]
-    elements: int
-    kernels: str = "eager"
+    products: tuple[tuple[float, int, int], ...]  # (rows of a token, inner, outer) of all products
+    elements: int  # of all parameters
+    kernels: str = "eager"  # of that Llama's blocks; one of `MEASURED`
 
     @classmethod
     def of(cls, spec: ModelSpec, *, dtypes: Sequence[str], sequences: int, tokens: int, kernels: str = "eager") -> Self:

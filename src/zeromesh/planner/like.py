@@ -43,21 +43,14 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A device calibrated by a measured step, for which `predicted_s` was predicted before.
-
-    Args:
-        factor: of the device's rates.
-        exposed_s: of the step with these rates, the predicted seconds of waiting for communication.
-        cluster: with these rates.
-        strategy: the layout that the run had, or is taken to have had.
-    """
+    """A device calibrated by a measured step."""
 
     measured: MeasuredStep
-    predicted_s: float
-    factor: float
-    exposed_s: float
-    cluster: Cluster
-    strategy: str
+    predicted_s: float  # before the calibration
+    factor: float  # of the device's rates
+    exposed_s: float  # predicted with these rates
+    cluster: Cluster  # with these rates
+    strategy: str  # the layout that the run had, or is taken to have had
 
     def describe(self) -> str:
         """One line: what was measured, how far off the prediction was, and what is used now."""

@@ -35,34 +35,21 @@ TRACED_MICRO_BATCHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The planner's answer.
-
-    Args:
-        cluster: cut to the world in use.
-        best: the choice to recommend: the simplest that is nearly as fast as the fastest.
-        fastest: the fastest choice that fits.
-        candidates: the best, the fastest, and the fastest of each other kind of layout.
-        why: the losses of the alternatives.
-        depends: the unmeasured constant that the recommendation depends on most; None if it depends on none.
-        limit_bytes: usable memory of a device.
-        host_s: seconds of the best one's step that its shards in the host's memory cost; 0 if there are none.
-        seconds: of planning.
-        trace: the best one's timeline, where asked for; of at most `TRACED_MICRO_BATCHES` micro-batches.
-    """
+    """The planner's answer."""
 
     model: ModelSpec
-    cluster: Cluster
+    cluster: Cluster  # cut to the world in use
     workload: Workload
-    best: Choice
-    fastest: Choice
-    candidates: tuple[Choice, ...]
-    why: tuple[Reason, ...]
+    best: Choice  # to recommend: the simplest that is nearly as fast as the fastest
+    fastest: Choice  # that fits
+    candidates: tuple[Choice, ...]  # the best, the fastest, and the fastest of each other kind of layout
+    why: tuple[Reason, ...]  # losses of the alternatives
     found: Found = field(repr=False)
-    depends: Dependence | None
-    limit_bytes: float
-    host_s: float
-    seconds: float
-    trace: Trace | None = None
+    depends: Dependence | None  # the unmeasured constant that the recommendation depends on most
+    limit_bytes: float  # usable memory of a device
+    host_s: float  # of the best one's step, that its shards in the host's memory cost; 0 if there are none
+    seconds: float  # of planning
+    trace: Trace | None = None  # the best one's, where asked for; of at most `TRACED_MICRO_BATCHES` micro-batches
 
     __repr__ = short_repr
 

@@ -73,23 +73,14 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The result of a search.
+    """The result of a search, in numbers of candidates."""
 
-    Args:
-        ranked: all that were simulated and fit, fastest first.
-        searched: candidates before pruning.
-        pruned_memory: those that cannot fit.
-        simulated: those simulated.
-        bound_s: no candidate is faster than this.
-        rows: candidates that may fit, at the degrees of the best.
-    """
-
-    ranked: tuple[Estimate, ...]
-    searched: int
-    pruned_memory: int
+    ranked: tuple[Estimate, ...]  # all that were simulated and fit, fastest first
+    searched: int  # before pruning
+    pruned_memory: int  # those that cannot fit
     simulated: int
-    bound_s: float
-    rows: tuple[Rows, ...] = field(compare=False, repr=False)
+    bound_s: float  # no candidate is faster than this
+    rows: tuple[Rows, ...] = field(compare=False, repr=False)  # those that may fit, at the degrees of the best
 
     __repr__ = short_repr
 

@@ -75,26 +75,18 @@ class HostMemory:
 class Memory:
     """Bytes of the rehearsed rank's device.
 
-    Args:
-        kinds: of the model's state.
-        rest_bytes: in use between two steps, state and all else.
-        peaks: by place, each place once, in the order in which they are first come to.
-        growth: places in which the allocator has reserved more than ever before, in the order of time.
-        overhead_bytes: of a process beside its tensors: context, communicators; 0 without a cluster.
-        limit_bytes: of the device, its margin off; None without a cluster.
-        retries: how often a step has no room for a further segment, so that the allocator waits for the device and
-            gives free ones back.
-        host: where shards lie in the host's memory.
+    `retries`: how often a step has no room for a further segment, so that the allocator waits for the device and gives
+    free ones back.
     """
 
-    kinds: tuple[MemoryLine, ...]
-    rest_bytes: int
-    peaks: tuple[Peak, ...]
-    growth: tuple[Peak, ...] = ()
-    overhead_bytes: float = 0.0
-    limit_bytes: float | None = None
+    kinds: tuple[MemoryLine, ...]  # of the model's state
+    rest_bytes: int  # in use between two steps, state and all else
+    peaks: tuple[Peak, ...]  # by place, each place once, in the order in which they are first come to
+    growth: tuple[Peak, ...] = ()  # in which the allocator has reserved more than ever before, in the order of time
+    overhead_bytes: float = 0.0  # of a process beside its tensors: context, communicators; 0 without a cluster
+    limit_bytes: float | None = None  # of the device, its margin off; None without a cluster
     retries: int = 0
-    host: HostMemory | None = None
+    host: HostMemory | None = None  # where shards lie in the host's memory
 
     @property
     def predicted_bytes(self) -> int:
