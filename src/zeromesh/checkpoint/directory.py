@@ -32,17 +32,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The checkpoints of a directory.
+    """The checkpoints of a directory."""
 
-    Args:
-        complete: newest first.
-        refused: why other directories that are named like checkpoints are not, one line each.
-        unfinished: names of those that a save has begun to fill, where there are no renames: without a manifest.
-    """
-
-    complete: tuple[Found, ...]
-    refused: tuple[str, ...]
-    unfinished: tuple[str, ...]
+    complete: tuple[Found, ...]  # newest first
+    refused: tuple[str, ...]  # why other directories that are named like checkpoints are not, one line each
+    unfinished: tuple[str, ...]  # those that a save has begun to fill, where there are no renames: without a manifest
 
     @property
     def next_serial(self) -> int:

@@ -53,21 +53,13 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """This rank's part of a save or load.
+    """This rank's part of a save or load."""
 
-    Args:
-        models: a model, or this rank's stages.
-        engines: theirs.
-        control: all ranks of all stages.
-        stages: of a pipeline, the tensors of each of all its stages.
-        common: names that several stages have, and with the same values.
-    """
-
-    models: tuple[nn.Module, ...]
+    models: tuple[nn.Module, ...]  # a model, or this rank's stages
     engines: tuple[Engine, ...]
-    control: Control
-    stages: Mapping[int, Sequence[Saved]] = field(default_factory=dict)
-    common: frozenset[str] = frozenset()
+    control: Control  # all ranks of all stages
+    stages: Mapping[int, Sequence[Saved]] = field(default_factory=dict)  # of a pipeline, the tensors of all its stages
+    common: frozenset[str] = frozenset()  # names that several stages have, and with the same values
 
     @classmethod
     def of(cls, models: nn.Module | Sequence[nn.Module], directory: str | os.PathLike[str]) -> Self:

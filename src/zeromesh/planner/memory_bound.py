@@ -49,20 +49,14 @@ def bytes_each(wire: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBound:
-    """Lower bounds on memory for a model and its workload. Fields that `Bounds` has too mean the same.
-
-    Args:
-        world: ranks that may share the model's states.
-        planned: the engine allocates reduce slots once, as ours does.
-        joins: it joins units where no parameters are sharded.
-    """
+    """Lower bounds on memory for a model and its workload. Fields that `Bounds` has too mean the same."""
 
     elements: Elements
     workload: Workload
-    world: int
+    world: int  # ranks that may share the model's states
     wires: tuple[str, ...] = ()
-    planned: bool = True
-    joins: bool = False
+    planned: bool = True  # the engine allocates reduce slots once, as ours does
+    joins: bool = False  # it joins units where no parameters are sharded
     division: Division | None = None
     part: int = 0
     host: Stage = Stage.ZERO

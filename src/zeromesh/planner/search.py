@@ -49,26 +49,18 @@ _FRONT_PER_BLOCK = 4
 class Options:
     """How to search.
 
-    Args:
-        splits: how often a level may be cut.
-        wires: `any` also tries quantised wires, which change the numbers that are trained; on more than two levels
-            with unsplit levels alone.
-        collective: to try over several levels beside one after the other; `auto`: those that have been measured on the
-            cluster's backend.
-        max_simulations: candidates simulated at most for each kind of collective and stage of the host; None: as many
-            as it takes to prove the optimum.
-        host: `any` also tries every stage of the host's memory, `auto` where nothing fits without.
-        memory_margin: share of the device's memory to leave free.
-        front: points of the memory-time front to simulate.
+    Wires `any` also tries quantised wires, which change the numbers that are trained; on more than two levels with
+    unsplit levels alone. At most `max_simulations` candidates are simulated for each kind of collective and stage of
+    the host; None: as many as it takes to prove the optimum.
     """
 
-    splits: Splits = "once"
+    splits: Splits = "once"  # how often a level may be cut
     wires: Wires = "lossless"
-    collective: str = "auto"
+    collective: str = "auto"  # over several levels, beside one after the other; `auto`: measured on the backend
     max_simulations: int | None = 16
-    host: Hosts = "auto"
-    memory_margin: float = DEFAULT_MARGIN
-    front: int = 8
+    host: Hosts = "auto"  # `any` also tries every stage of the host's memory, `auto` where nothing fits without
+    memory_margin: float = DEFAULT_MARGIN  # share of the device's memory to leave free
+    front: int = 8  # points of the memory-time front to simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,21 +28,15 @@ _MOMENT_S = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """Something that the host has launched, `at_s` seconds after the recording began.
-
-    Args:
-        moving: whether it waits for memory.
-        lane: where it was issued, "compute" for none.
-        micro_batch: index in the step, -1 outside.
-    """
+    """Something that the host has launched, `at_s` seconds after the recording began."""
 
     at_s: float
     stream: int
     seconds: float
     place: Place
-    moving: bool = False
-    lane: str = COMPUTE
-    micro_batch: int = -1
+    moving: bool = False  # it waits for memory
+    lane: str = COMPUTE  # where it was issued, "compute" for none
+    micro_batch: int = -1  # index in the step, -1 outside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
