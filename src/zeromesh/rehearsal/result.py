@@ -161,48 +161,28 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """The rehearsal of one rank's step.
-
-    Args:
-        model, strategy: names.
-        mesh: (axis, size), outermost first.
-        world, rank: how many there would be, and which of them was rehearsed.
-        micro_batches: of a step.
-        cluster: whose device and links the timeline is of; empty without one.
-        memory: of the device.
-        axes: traffic.
-        launches: by unit and lane, of a step.
-        blocks: names of the block units.
-        races, early_frees: findings of the checker.
-        host_reads: by line of code.
-        calls: the collectives of a step, in order.
-        failures: errors to come, and where.
-        host_s: of a step: the host's work on this machine, whose kernels compute shapes alone.
-        step_s: of a step on the cluster; None without one.
-        exposed_s: of that, while the computation waits for communication.
-        trace: of the step.
-    """
+    """The rehearsal of one rank's step."""
 
     model: str
     strategy: str
-    mesh: tuple[tuple[str, int], ...]
-    world: int
-    rank: int
-    micro_batches: int
-    cluster: str
-    memory: Memory
+    mesh: tuple[tuple[str, int], ...]  # (axis, size), outermost first
+    world: int  # how many ranks there would be
+    rank: int  # the one that was rehearsed
+    micro_batches: int  # of a step
+    cluster: str  # whose device and links the timeline is of; empty without one
+    memory: Memory  # of the device
     axes: tuple[TrafficLine, ...] = ()
-    launches: tuple[Launches, ...] = ()
-    blocks: tuple[str, ...] = ()
-    races: tuple[str, ...] = ()
+    launches: tuple[Launches, ...] = ()  # by unit and lane, of a step
+    blocks: tuple[str, ...] = ()  # names of the block units
+    races: tuple[str, ...] = ()  # found by the checker, as the next
     early_frees: tuple[str, ...] = ()
-    host_reads: tuple[HostRead, ...] = ()
-    calls: tuple[Call, ...] = ()
-    failures: tuple[str, ...] = ()
-    host_s: float = 0.0
-    step_s: float | None = None
-    exposed_s: float | None = None
-    trace: Trace | None = None
+    host_reads: tuple[HostRead, ...] = ()  # by line of code
+    calls: tuple[Call, ...] = ()  # the collectives of a step, in order
+    failures: tuple[str, ...] = ()  # errors to come, and where
+    host_s: float = 0.0  # of a step: the host's work on this machine, whose kernels compute shapes alone
+    step_s: float | None = None  # of a step on the cluster; None without one
+    exposed_s: float | None = None  # of that, while the computation waits for communication
+    trace: Trace | None = None  # of the step
 
     __repr__ = short_repr
 
