@@ -209,7 +209,10 @@ def run(ranks: Ranks, **given: Any) -> list[Result]:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*")
     arguments, world = argparse.Namespace(**given), ranks.world
-    calls_on = _one_level(world) if arguments.nodes == 1 else _two_levels(world, arguments.nodes)
+    everyone = make_groups(ranks.mesh, Layout.of("line=3", [("line", world)]).axes)["line"]
+    calls_on = partial(on_one_level, everyone)
+    if arguments.nodes > 1:
+        calls_on = partial(on_two_levels, everyone, *_levels(world, arguments.nodes))
     found: list[Result] = []
     for dtype in arguments.dtypes:
         for size in arguments.sizes:
@@ -220,21 +223,11 @@ def run(ranks: Ranks, **given: Any) -> list[Result]:
     return found
 
 
-def _all_ranks(world: int) -> AxisGroup:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("line",))
-    return make_groups(mesh, Layout.of("line=3", [("line", world)]).axes)["line"]
-
-
-def _one_level(world: int) -> Callable[[torch.Tensor], Calls]:
-    return partial(on_one_level, _all_ranks(world))
-
-
-def _two_levels(world: int, nodes: int) -> Callable[[torch.Tensor], Calls]:
-    whole = _all_ranks(world)
+def _levels(world: int, nodes: int) -> tuple[AxisGroup, AxisGroup]:
     sizes = [("node", world // nodes), ("cluster", nodes)]
     mesh = init_device_mesh("cpu", (nodes, world // nodes), mesh_dim_names=("cluster", "node"))
     groups = make_groups(mesh, Layout.of("node=3,cluster=3", sizes).axes)
-    return partial(on_two_levels, whole, groups["node"], groups["cluster"])
+    return groups["node"], groups["cluster"]
 
 
 def main() -> None:
