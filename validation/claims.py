@@ -51,16 +51,13 @@ class Claim:
         """Whether the goal is met: by the whole range, whatever the source leaves open. None where there is none."""
         if self.tolerance is None and self.spread is None:
             return None
-        return self._all_near() and self._narrow()
+        return self._all_near() and self.high <= self.low * (inf if self.spread is None else self.spread)
 
     def _all_near(self) -> bool:
         if self.tolerance is None:
             return self.low <= self.claimed <= self.high
         allowed = self.tolerance if self.absolute else self.tolerance * self.claimed
         return max(self.high - self.claimed, self.claimed - self.low) <= allowed
-
-    def _narrow(self) -> bool:
-        return self.high <= self.low * (inf if self.spread is None else self.spread)
 
 
 def claims() -> Iterator[Claim]:
