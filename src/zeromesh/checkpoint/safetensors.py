@@ -170,7 +170,7 @@ def _publish(directory: Path, files: Sequence[_File]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A tensor in a file: its range begins at byte `offset`."""
+    """A source of a tensor in a file, whose range begins at byte `offset`."""
 
     path: Path
     shape: tuple[int, ...]
@@ -178,11 +178,6 @@ class Stored:
     offset: int
 
     def fill(self, target: torch.Tensor, start: int) -> None:
-        """Elements from `start` of the flattened tensor on, into 1-D `target`, in its dtype and on its device.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
         note(self.path.name)
         direct = target.dtype == self.dtype and target.device.type == "cpu"
         scratch = torch.empty(0 if direct else min(_CHUNK, target.numel()), dtype=self.dtype, device="cpu")

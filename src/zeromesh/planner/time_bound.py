@@ -98,7 +98,7 @@ class TimeBound:
     lost: Floats  # of computation, beside each of the first rows, without those lost to memory
     moved: Floats  # of memory, per micro-batch and per step
     moving: float  # of memory, the most that collectives on all levels have
-    edge: Floats  # s, without that
+    edge: Floats  # s, without seconds lost to memory
     copied: Floats  # if anything lies on the host, of copies down and of those up, per micro-batch and per step
     stepped: Floats  # h
 
