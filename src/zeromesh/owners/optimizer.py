@@ -122,7 +122,14 @@ def _engine_of(params: Sequence[Any], kind: type[Optimizer]) -> Engine:
 
 
 class OwnerOptimizer(Optimizer):
-    """The optimizer that `zm.by_owner` returns."""
+    """The optimizer that `zm.by_owner` returns.
+
+    Attributes:
+        kind: the class that steps.
+        placements: of its tensors, those without elements aside.
+        owners: who has which of them, and how even that is.
+        buckets: in which they are stepped.
+    """
 
     def __init__(
         self,
