@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -94,7 +95,7 @@ def measure(topology: str, cells: Sequence[Cell], *, rounds: int, steps: int, pr
     from zeromesh.measure.probe import SECONDS_PER_LEVEL
 
     where = Topology(text=topology)
-    works = [work.to_json() for work in dict.fromkeys(cell.batch.work for cell in cells)]
+    works = [asdict(work) for work in dict.fromkeys(cell.batch.work for cell in cells)]
     probe = {"seconds": SECONDS_PER_LEVEL, "rounds": PROBE_ROUNDS, "works": works}
     options = {
         "cells": [cell.to_json() for cell in cells],

@@ -46,15 +46,11 @@ def run_cells(
     """A task of `zeromesh.measure.launch`: probes one topology, and measures its cells round by round.
 
     Args:
-        ranks: all of them.
         cells: of the topology, as JSON.
         probe: options of `zeromesh.measure.probe.measure`; None: no probe.
         rounds: of each cell.
         steps: of each round that are timed, at the most.
         marks: the folder in which the lab's counters are read; empty: there are none.
-
-    Returns:
-        The probe, and of each setting its cells and their rounds.
     """
     from zeromesh.measure.probe import measure
 

@@ -30,21 +30,15 @@ Rounds = Mapping[int, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One cell, measured and predicted; seconds and bytes of one step, bytes of the average rank.
+    """One cell, measured and predicted; seconds and bytes of one step, bytes of the average rank by axis.
 
-    Args:
-        cell: which.
-        rounds: the median step of each round, by the number that all cells of a setting share.
-        step_s, exposed_s, sent_bytes: medians of the measured steps; bytes by axis.
-        predicted_s, predicted_exposed_s, predicted_bytes: the simulator's.
-        link_bytes: counted by the kernel out of the average link of each level of an emulated cluster, outermost
-            first, less the frames' headers; empty on loopback.
-        predicted_link_bytes: the same from the simulator's bytes.
+    `link_bytes` are counted by the kernel out of the average link of each level of an emulated cluster, outermost
+    first, less the frames' headers; empty on loopback.
     """
 
     cell: Cell
-    rounds: Rounds
-    step_s: float
+    rounds: Rounds  # the median step of each round, by the number that all cells of a setting share
+    step_s: float  # this and the next two: medians of the measured steps
     exposed_s: float
     sent_bytes: Mapping[str, float]
     predicted_s: float
@@ -69,17 +63,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A setting (topology and batch) that was run with several strategies.
+    """A setting (topology and batch) that was run with several strategies."""
 
-    Args:
-        best: the fastest.
-        ratios: of the others to it, round by round: the quartiles, the median between them.
-        chosen: the one that is predicted to be fastest.
-    """
-
-    best: Row
-    ratios: Mapping[Cell, tuple[float, float, float]]
-    chosen: Row
+    best: Row  # the fastest
+    ratios: Mapping[Cell, tuple[float, float, float]]  # of the others to it, by round: quartiles around the median
+    chosen: Row  # the one that is predicted to be fastest
 
     @classmethod
     def of(cls, group: Sequence[Row]) -> Choice:

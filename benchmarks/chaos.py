@@ -42,6 +42,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeromesh as zm
 from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.storage import LocalStorage
+from zeromesh.files.users import write_whole
 from zeromesh.measure.setting import read_setting
 
 WORLD = 2
@@ -50,31 +51,18 @@ TIMEOUT_S = 50.0
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """Counts of a soak run so far.
+    """Counts of a soak run so far."""
 
-    Args:
-        asked: kills to be made.
-        kills: ranks killed, each with its directory checked.
-        kills_during_save: of those, how many left a half-written checkpoint behind.
-        kills_before_load: of those, how many came before the job had loaded its checkpoint.
-        kills_by_rank: how often each rank was the one.
-        jobs: that ran to their end, with the results of an undisturbed one.
-        restarts: starts that found a checkpoint and went on from it.
-        restarts_from: steps that they went on from.
-        seconds: of the whole run.
-        failed: why the run ended early; "" while all is well.
-    """
-
-    asked: int
-    kills: int = 0
-    kills_during_save: int = 0
-    kills_before_load: int = 0
+    asked: int  # kills to be made
+    kills: int = 0  # ranks killed, each with its directory checked
+    kills_during_save: int = 0  # of those, how many left a half-written checkpoint behind
+    kills_before_load: int = 0  # of those, how many came before the job had loaded its checkpoint
     kills_by_rank: list[int] = field(default_factory=lambda: [0] * WORLD)
-    jobs: int = 0
-    restarts: int = 0
-    restarts_from: list[int] = field(default_factory=list)
+    jobs: int = 0  # that ran to their end, with the results of an undisturbed one
+    restarts: int = 0  # starts that found a checkpoint and went on from it
+    restarts_from: list[int] = field(default_factory=list)  # steps that they went on from
     seconds: float = 0.0
-    failed: str = ""
+    failed: str = ""  # why the run ended early; "" while all is well
 
 
 class ChaosError(Exception):
@@ -229,15 +217,8 @@ def soak(
     kills_a_job: int = 10,
     report: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:
-    """Jobs one after another until `kills` ranks have been killed.
-
-    Args:
-        kills: to be made.
-        directory: empty.
-        steps: of each job.
-        seed: decides when who is killed.
-        kills_a_job: after which a job is left to end.
-        report: is told after every kill and every job.
+    """Jobs one after another until `kills` ranks have been killed; `seed` decides when who is. After `kills_a_job` a
+    job is left to end. `report` is told after every kill and every job.
 
     Raises:
         ChaosError: a checkpoint was lost, a job failed, or its result differs.
@@ -286,9 +267,8 @@ def main() -> None:
     def report(outcome: Outcome) -> None:
         print(f"{outcome.kills} kills, {outcome.jobs} jobs, {outcome.seconds} s", file=sys.stderr, flush=True)
         if arguments.output:
-            temporary = arguments.output.with_suffix(".writing")
-            temporary.write_text(json.dumps({"setting": read_setting(), **asdict(outcome)}, indent=2) + "\n")
-            temporary.replace(arguments.output)
+            text = json.dumps({"setting": read_setting(), **asdict(outcome)}, indent=2)
+            write_whole(arguments.output, text + "\n")
 
     with tempfile.TemporaryDirectory() as directory:
         outcome = soak(arguments.kills, Path(directory), seed=arguments.seed, report=report)

@@ -16,12 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,6 +40,8 @@ from zeromesh.wires.blocks import QuantFormat
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Call = Callable[[], object]
+Calls = dict[tuple[str, str], Call]
+"""The calls to time, by operation and candidate."""
 
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -61,75 +61,54 @@ def shown(result: Result) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """The buffers of one measurement on one axis."""
+def on_one_level(group: AxisGroup, region: torch.Tensor) -> Calls:
+    size, chunk = group.size, region.numel() // group.size
+    own = region[group.rank * chunk : (group.rank + 1) * chunk]
+    received, summed = torch.empty_like(region), torch.empty(chunk)
+    workspace = torch.empty(workspace_bytes(group), dtype=torch.uint8)
+    native = group.reduce.process_group
 
-    group: AxisGroup
-    region: torch.Tensor
+    def all_to_all_sum() -> None:
+        dist.all_to_all_single(received, region, group=native)
+        torch.sum(received.view(size, chunk), 0, dtype=torch.float32, out=summed)
 
-    def candidates(self) -> dict[tuple[str, str], Call]:
-        """(operation, candidate) -> the call to time."""
-        group, region = self.group, self.region
-        size, chunk = group.size, region.numel() // group.size
-        own = region[group.rank * chunk : (group.rank + 1) * chunk]
-        received, summed = torch.empty_like(region), torch.empty(chunk)
-        workspace = torch.empty(workspace_bytes(group), dtype=torch.uint8)
-        native = group.reduce.process_group
-
-        def all_to_all_sum() -> None:
-            dist.all_to_all_single(received, region, group=native)
-            torch.sum(received.view(size, chunk), 0, dtype=torch.float32, out=summed)
-
-        calls: dict[tuple[str, str], Call] = {
-            ("all_gather", "zeromesh"): lambda: all_gather(region, group),
-            ("all_gather", "torch"): lambda: GATHER(region, own, group=native),
-            ("reduce_scatter", "zeromesh"): lambda: reduce_scatter(region, summed, group, workspace=workspace),
-            ("reduce_scatter", "torch"): lambda: SCATTER(received[:chunk], region, group=native),
-            ("reduce_scatter", "all-to-all"): all_to_all_sum,
-            ("all_reduce", "zeromesh"): lambda: all_reduce(region, group, workspace=workspace, scale=1.0),
-            ("all_reduce", "torch"): lambda: dist.all_reduce(region, group=native),
-        }
-        for bits in (8, 4):
-            form = QuantFormat(bits=bits)
-            calls["all_gather", str(form)] = partial(all_gather, region, group, form, workspace=workspace)
-            calls["reduce_scatter", str(form)] = partial(
-                reduce_scatter, region, summed, group, form, workspace=workspace
-            )
-        return calls
+    calls: Calls = {
+        ("all_gather", "zeromesh"): lambda: all_gather(region, group),
+        ("all_gather", "torch"): lambda: GATHER(region, own, group=native),
+        ("reduce_scatter", "zeromesh"): lambda: reduce_scatter(region, summed, group, workspace=workspace),
+        ("reduce_scatter", "torch"): lambda: SCATTER(received[:chunk], region, group=native),
+        ("reduce_scatter", "all-to-all"): all_to_all_sum,
+        ("all_reduce", "zeromesh"): lambda: all_reduce(region, group, workspace=workspace, scale=1.0),
+        ("all_reduce", "torch"): lambda: dist.all_reduce(region, group=native),
+    }
+    for bits in (8, 4):
+        form = QuantFormat(bits=bits)
+        calls["all_gather", str(form)] = partial(all_gather, region, group, form, workspace=workspace)
+        calls["reduce_scatter", str(form)] = partial(reduce_scatter, region, summed, group, form, workspace=workspace)
+    return calls
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Levels:
-    """The buffers of one measurement on two axes: `node` inside, `cluster` between."""
+def on_two_levels(whole: AxisGroup, node: AxisGroup, cluster: AxisGroup, region: torch.Tensor) -> Calls:
+    """`node` inside, `cluster` between."""
+    shard = region.numel() // whole.size
+    own = region[whole.rank * shard : (whole.rank + 1) * shard]
+    native = whole.gather.process_group
+    workspace = torch.empty(workspace_bytes(whole), dtype=torch.uint8)
+    out, received, partial = torch.empty(shard), torch.empty_like(own), region.new_empty(region.numel() - shard)
 
-    whole: AxisGroup
-    node: AxisGroup
-    cluster: AxisGroup
-    region: torch.Tensor
+    def scatter(collective: Callable[..., None]) -> Call:
+        return lambda: collective(region, out, node, cluster, workspace=workspace)
 
-    def candidates(self) -> dict[tuple[str, str], Call]:
-        """(operation, candidate) -> the call to time."""
-        region, node, cluster = self.region, self.node, self.cluster
-        shard = region.numel() // self.whole.size
-        own = region[self.whole.rank * shard : (self.whole.rank + 1) * shard]
-        native = self.whole.gather.process_group
-        workspace = torch.empty(workspace_bytes(self.whole), dtype=torch.uint8)
-        out, received, partial = torch.empty(shard), torch.empty_like(own), region.new_empty(region.numel() - shard)
-
-        def scatter(collective: Callable[..., None]) -> Call:
-            return lambda: collective(region, out, node, cluster, workspace=workspace)
-
-        return {
-            ("all_gather", "torch"): lambda: GATHER(region, own, group=native),
-            ("all_gather", "flat ring"): lambda: flat_gather(region, self.whole),
-            ("all_gather", "two-level"): lambda: two_level_gather(region, node, cluster),
-            ("all_gather", "ho_ring"): lambda: ho_ring_all_gather(region, node, cluster),
-            ("reduce_scatter", "torch"): lambda: SCATTER(received, region, group=native),
-            ("reduce_scatter", "flat ring"): lambda: flat_reduce(region, received, partial, self.whole),
-            ("reduce_scatter", "two-level"): scatter(two_level_reduce),
-            ("reduce_scatter", "ho_ring"): scatter(ho_ring_reduce_scatter),
-        }
+    return {
+        ("all_gather", "torch"): lambda: GATHER(region, own, group=native),
+        ("all_gather", "flat ring"): lambda: flat_gather(region, whole),
+        ("all_gather", "two-level"): lambda: two_level_gather(region, node, cluster),
+        ("all_gather", "ho_ring"): lambda: ho_ring_all_gather(region, node, cluster),
+        ("reduce_scatter", "torch"): lambda: SCATTER(received, region, group=native),
+        ("reduce_scatter", "flat ring"): lambda: flat_reduce(region, received, partial, whole),
+        ("reduce_scatter", "two-level"): scatter(two_level_reduce),
+        ("reduce_scatter", "ho_ring"): scatter(ho_ring_reduce_scatter),
+    }
 
 
 def two_level_gather(region: torch.Tensor, node: AxisGroup, cluster: AxisGroup) -> None:
@@ -191,28 +170,21 @@ def flat_reduce(region: torch.Tensor, out: torch.Tensor, partial: torch.Tensor, 
     exchange.finish()
 
 
-def cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def measure(buffers: Line | Levels, dtype: str, repeats: int, only: str) -> list[Result]:
+def measure(calls: Calls, region: torch.Tensor, dtype: str, repeats: int) -> list[Result]:
     """Times all candidates at one size, in turn; the same result on every rank."""
-    calls = {key: call for key, call in buffers.candidates().items() if only in key[0]}
     walls = torch.zeros(len(calls), repeats + 1, dtype=torch.float64)
     cpus = torch.zeros_like(walls)
     for repeat in range(repeats + 1):
         for index, call in enumerate(calls.values()):
             dist.barrier()
-            cpu, start = cpu_s(), time.perf_counter()
+            cpu, start = time.process_time(), time.perf_counter()
             call()
             walls[index, repeat] = time.perf_counter() - start
-            cpus[index, repeat] = cpu_s() - cpu
+            cpus[index, repeat] = time.process_time() - cpu
     dist.all_reduce(walls, dist.ReduceOp.MAX)
     dist.all_reduce(cpus)
-    region_bytes = buffers.region.numel() * buffers.region.element_size()
     return [
-        _result(key, dtype, region_bytes, walls[index, 1:].tolist(), cpus[index, 1:].tolist())
+        _result(key, dtype, region.nbytes, walls[index, 1:].tolist(), cpus[index, 1:].tolist())
         for index, key in enumerate(calls)
     ]
 
@@ -237,29 +209,25 @@ def run(ranks: Ranks, **given: Any) -> list[Result]:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*")
     arguments, world = argparse.Namespace(**given), ranks.world
-    make = _make_line(world) if arguments.nodes == 1 else _make_levels(world, arguments.nodes)
+    everyone = make_groups(ranks.mesh, Layout.of("line=3", [("line", world)]).axes)["line"]
+    calls_on = partial(on_one_level, everyone)
+    if arguments.nodes > 1:
+        calls_on = partial(on_two_levels, everyone, *_levels(world, arguments.nodes))
     found: list[Result] = []
     for dtype in arguments.dtypes:
         for size in arguments.sizes:
             numel = int(parse_bytes(size)) // DTYPES[dtype].itemsize // world * world
-            buffers = make(torch.zeros(numel, dtype=DTYPES[dtype]))
-            found += measure(buffers, dtype, arguments.repeats, arguments.only)
+            region = torch.zeros(numel, dtype=DTYPES[dtype])
+            calls = {key: call for key, call in calls_on(region).items() if arguments.only in key[0]}
+            found += measure(calls, region, dtype, arguments.repeats)
     return found
 
 
-def _make_line(world: int) -> Callable[[torch.Tensor], Line | Levels]:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("line",))
-    group = make_groups(mesh, Layout.of("line=3", [("line", world)]).axes)["line"]
-    return lambda region: Line(group=group, region=region)
-
-
-def _make_levels(world: int, nodes: int) -> Callable[[torch.Tensor], Line | Levels]:
-    flat = init_device_mesh("cpu", (world,), mesh_dim_names=("line",))
-    whole = make_groups(flat, Layout.of("line=3", [("line", world)]).axes)["line"]
+def _levels(world: int, nodes: int) -> tuple[AxisGroup, AxisGroup]:
     sizes = [("node", world // nodes), ("cluster", nodes)]
     mesh = init_device_mesh("cpu", (nodes, world // nodes), mesh_dim_names=("cluster", "node"))
     groups = make_groups(mesh, Layout.of("node=3,cluster=3", sizes).axes)
-    return lambda region: Levels(whole=whole, node=groups["node"], cluster=groups["cluster"], region=region)
+    return groups["node"], groups["cluster"]
 
 
 def main() -> None:

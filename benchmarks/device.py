@@ -91,11 +91,7 @@ def make_model(args: argparse.Namespace, setting: str) -> nn.Module:
 
 
 def make_step(side: str, setting: str, args: argparse.Namespace, *, keep_grads: bool = False) -> tuple[Step, Any, Any]:
-    """A training step, its model and its optimizer.
-
-    Args:
-        side: a strategy, or one of `PEERS`.
-    """
+    """A training step, its model and its optimizer; `side` is a strategy, or one of `PEERS`."""
     model: Any = make_model(args, setting)
     context: Callable[[bool], Any] = lambda last: nullcontext()  # noqa: E731
     if side not in PEERS:

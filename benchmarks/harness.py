@@ -54,10 +54,8 @@ def add(
     """Adds a row to the result file, with the time and the load of its measurement; all rows.
 
     Args:
-        out: the file; None: no file.
-        kind: its rows' key.
-        row: replaces those that have the same values.
-        same: names of these values.
+        kind: the rows' key in the file.
+        same: names of values; the row replaces those that have the same.
         about: further entries of the file.
     """
     here = read_setting()
@@ -72,13 +70,10 @@ def on_ranks(task: str, mesh: Mapping[str, int], *, tree: str = "", **options: A
     """Runs a task on gloo ranks of this machine, one thread each.
 
     Args:
-        task: "benchmarks.NAME:function", which gets `zeromesh.launch.ranks.Ranks` and the options.
+        task: "benchmarks.NAME:function", which gets `zeromesh.launch.ranks.Ranks` and the options; JSON holds these,
+            and the result, which is that of the first rank.
         mesh: sizes by axis, outermost first.
         tree: of an emulated cluster, as for `make lab`, which needs root; "": on loopback.
-        options: that JSON can hold.
-
-    Returns:
-        What it returns on the first rank.
     """
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

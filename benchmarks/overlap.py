@@ -24,7 +24,6 @@ import json
 import math
 import os
 import re
-import resource
 import statistics
 import tempfile
 import time
@@ -80,21 +79,13 @@ Step = Callable[[list[torch.Event]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One setting.
+    """One setting."""
 
-    Args:
-        shape: of the mesh, outermost first.
-        slow: rate of the outermost links, as the lab spells it.
-        micro_batches: of a step.
-        ratio: computation over communication.
-        dilation: seconds of the machine for one of the device.
-    """
-
-    shape: tuple[int, ...]
-    slow: str
+    shape: tuple[int, ...]  # of the mesh, outermost first
+    slow: str  # rate of the outermost links, as the lab spells it
     micro_batches: int
-    ratio: float
-    dilation: float
+    ratio: float  # computation over communication
+    dilation: float  # seconds of the machine for one of the device
 
     @property
     def name(self) -> str:
@@ -218,11 +209,11 @@ def measure(make: Callable[[], tuple[nn.Module, Step]], cell: Cell, args: argpar
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     count = args.steps if longest < LONG_S else 1
     simdev.reset_peak_memory()
-    events, began, took = list[torch.Event](), time.perf_counter(), -processor_s()
+    events, began, took = list[torch.Event](), time.perf_counter(), -time.process_time()
     for _ in range(1 + count):
         step(events)
     at_rest(model, args.gate)
-    took += processor_s()
+    took += time.process_time()
     wall_s = time.perf_counter() - began
     total = torch.tensor(took)
     dist.all_reduce(total)
@@ -259,11 +250,6 @@ def at_rest(model: nn.Module, gate: Path) -> None:
         while not gate.exists():
             time.sleep(0.01)
     dist.all_reduce(torch.zeros(1))
-
-
-def processor_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def rank_program(

@@ -19,10 +19,11 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ROOT, itself, parser, save
+from benchmarks.harness import ROOT, in_turns, itself, parser, save
 
 LARGE = ROOT / "examples" / "rehearse-llama-70b.toml"
 WORLDS = (8, 64, 512, 4096)
@@ -53,10 +54,7 @@ def rehearse(config: Path, *options: str) -> dict[str, Any]:
 
 def host(rounds: int) -> dict[str, Any]:
     """Each world in a process of its own."""
-    found = {}
-    for world in WORLDS:
-        found[str(world)] = itself("rehearse", "--only", "host", "--world", world, "--rounds", rounds)
-    return found
+    return {str(world): itself("rehearse", "--only", "host", "--world", world, "--rounds", rounds) for world in WORLDS}
 
 
 def host_of(world: int, rounds: int) -> dict[str, Any]:
@@ -100,14 +98,15 @@ def host_of(world: int, rounds: int) -> dict[str, Any]:
     ours = zm.shard(ours, mesh, "node=3", param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     models = {"plain": made().bfloat16(), "zeromesh": ours, "FSDP2": theirs}
     x = torch.zeros(64, WIDTH, device=device, dtype=torch.bfloat16)
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for index in range(rounds + 3):
-        for name, model in models.items():
-            model.zero_grad(set_to_none=True)
-            began = time.process_time()
-            model(x).sum().backward()
-            if index >= 3:  # the first ones learn the order, and allocate
-                seconds[name].append(time.process_time() - began)
+
+    def timed(model: nn.Module) -> float:
+        model.zero_grad(set_to_none=True)
+        began = time.process_time()
+        model(x).sum().backward()
+        return time.process_time() - began
+
+    # The first ones learn the order, and allocate.
+    seconds = in_turns({name: partial(timed, model) for name, model in models.items()}, rounds, warm_up=3)
     dist.destroy_process_group()
     found = {name: statistics.median(values) / LAYERS * 1e6 for name, values in seconds.items()}
     added = {name: found[name] - found["plain"] for name in ("zeromesh", "FSDP2")}

@@ -83,8 +83,8 @@ def stepped(model: ModelSpec, cluster: Cluster) -> None:
     simulate(model, cluster, "node=3,rack=1", workload, record=True)
 
 
-def command(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "zeromesh.cli", *arguments], check=True, capture_output=True)
+def command(arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "zeromesh.cli", *arguments.split()], check=True, capture_output=True)
 
 
 def with_blocks(model: ModelSpec, count: int) -> ModelSpec:
@@ -99,19 +99,10 @@ def main() -> None:
     given = options.parse_args()
     repeats, small, large = given.repeats, preset("llama-13b"), preset("llama-65b")
     two, three = three_levels(8, 128), three_levels(8, 16, 128)
-    asked = (
-        "--model",
-        "llama-13b",
-        "--cluster",
-        "a800-8x-hdr",
-        "--seq-len",
-        "4096",
-        "--global-batch-tokens",
-        "4194304",
-    )
+    asked = "--model llama-13b --cluster a800-8x-hdr --seq-len 4096 --global-batch-tokens 4194304"
     rows = [
-        timed("zeromesh plan --help", repeats, partial(command, "plan", "--help")),
-        timed("zeromesh plan llama-13b on 1,024", repeats, partial(command, "plan", *asked, "--json")),
+        timed("zeromesh plan --help", repeats, partial(command, "plan --help")),
+        timed("zeromesh plan llama-13b on 1,024", repeats, partial(command, f"plan {asked} --json")),
         timed("plan llama-13b on 1,024", repeats, partial(planned, small, two)),
         timed("plan llama-13b on 16,384", repeats, partial(planned, small, three, 2)),
         timed("plan llama-65b on 16,384", repeats, partial(planned, large, three, 2)),

@@ -19,11 +19,8 @@ _POLL_S = 5e-3
 
 
 def check_kernel(wiring: Wiring) -> None:
-    """Wait until every switch forwards, and compare every bucket with what was asked for.
-
-    Raises:
-        LabError: a port does not come up, or the kernel shapes otherwise than asked.
-    """
+    """Wait until every switch forwards, and compare every bucket with the rate that was asked for. LabError where a
+    port does not come up, or the kernel shapes otherwise than asked."""
     for path in wiring.tree.switches:
         _wait_for_ports(wiring, path)
     _check_buckets(wiring)

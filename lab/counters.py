@@ -20,17 +20,11 @@ HEADER_BYTES = 66
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkBytes:
-    """Traffic of one link, seen from its lower end; counts can be subtracted and added.
+    """Traffic of one link, seen from its lower end; counts can be subtracted and added."""
 
-    Args:
-        sent_bytes: from below to above: out of the node, package or leaf that the link is named after.
-        received_bytes: from above to below.
-        sent_packets: frames behind `sent_bytes`, joined segments counted once.
-    """
-
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    sent_packets: int = 0
+    sent_bytes: int = 0  # from below to above: out of the node, package or leaf that the link is named after
+    received_bytes: int = 0  # from above to below
+    sent_packets: int = 0  # frames behind `sent_bytes`, joined segments counted once
 
     @property
     def sent_payload_bytes(self) -> int:

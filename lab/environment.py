@@ -15,14 +15,8 @@ _DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def environment(wiring: Wiring, place: Place, *, port: int, around: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the rank at `place`.
-
-    Args:
-        wiring: the lab.
-        place: of the rank.
-        port: where rank 0 listens for the others.
-        around: the environment of the lab's owner; passed on, except that another torchrun's variables are dropped.
-    """
+    """The environment of the rank at `place`; rank 0 listens at `port` for the others. That `around` the lab is passed
+    on, except that another torchrun's variables are dropped."""
     tree = wiring.tree
     ranks = {
         "RANK": place.rank,

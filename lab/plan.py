@@ -51,31 +51,19 @@ TAKEN_RATES = "10kbit to 1tbit"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One program to run.
-
-    Args:
-        argv: the program and its arguments.
-        stdin: lines of a batch, one instruction each.
-        purpose: what fails if this fails, for a message.
-    """
+    """One program to run."""
 
     argv: tuple[str, ...]
-    stdin: str = ""
-    purpose: str
+    stdin: str = ""  # lines of a batch, one instruction each
+    purpose: str  # for a message if it fails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A token bucket at one end of a link.
-
-    Args:
-        namespace: where the interface is.
-        interface: whose outgoing packets it holds back.
-        rate_bytes_per_s: the link's.
-    """
+    """A token bucket at one end of a link."""
 
     namespace: str
-    interface: str
+    interface: str  # whose outgoing packets it holds back
     rate_bytes_per_s: float
 
     @property
@@ -99,17 +87,11 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wiring:
-    """A tree under a lab's name: who is called what, and the commands that make it.
+    """A tree under a lab's name: who is called what, and the commands that make it."""
 
-    Args:
-        lab: the lab's name, the prefix of all its namespaces.
-        tree: what to emulate.
-        has_ipv6: whether the kernel knows IPv6, so that it must be kept quiet.
-    """
-
-    lab: str
+    lab: str  # the prefix of all its namespaces
     tree: Tree
-    has_ipv6: bool = True
+    has_ipv6: bool = True  # the kernel knows IPv6, so that it must be kept quiet
 
     def namespace(self, path: TreePath) -> str:
         """The namespace of a switch or leaf."""

@@ -27,14 +27,9 @@ _NAMESPACE = re.compile(r"(?P<lab>zmlab-(?P<pid>\d+)-(?P<start>\d+)-\d+)-.+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registry:
-    """The labs of this machine.
+    """The labs of this machine."""
 
-    Args:
-        netns: where `ip netns` keeps its names.
-        proc: the proc file system.
-    """
-
-    netns: Path = Path("/run/netns")
+    netns: Path = Path("/run/netns")  # where `ip netns` keeps its names
     proc: Path = Path("/proc")
 
     def own_name(self, number: int) -> str:
@@ -54,11 +49,7 @@ class Registry:
         return tuple(entry for entry in self._names() if (m := _NAMESPACE.fullmatch(entry)) and m["lab"] == name)
 
     def remove(self, name: str) -> None:
-        """End every process in the namespaces of lab `name`, and delete them with all links.
-
-        Raises:
-            LabError: a process or a namespace cannot be removed.
-        """
+        """End every process in the namespaces of lab `name`, and delete them with all links."""
         namespaces = self.namespaces(name)
         self._end_processes(name, namespaces)
         if namespaces:

@@ -22,11 +22,7 @@ _FAILED_LINE = re.compile(r"Command failed [^:]*:(\d+)")
 
 
 def check_host() -> None:
-    """Refuse, in one message, on a machine where no lab can be made.
-
-    Raises:
-        LabError: not root, or a program is missing.
-    """
+    """Refuse, in one message, on a machine where no lab can be made."""
     if os.geteuid() != 0:
         raise LabError(
             "an emulated cluster is made of network namespaces and needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN), "
@@ -39,11 +35,8 @@ def check_host() -> None:
 
 
 def execute(command: Command) -> str:
-    """Run `command` and return what it printed.
-
-    Raises:
-        LabError: it failed, or did not end; names the instruction and what the kernel said.
-    """
+    """Run `command` and return what it printed. LabError if it fails or does not end, with the instruction and what the
+    kernel said."""
     try:
         done = subprocess.run(
             command.argv,
@@ -62,11 +55,7 @@ def execute(command: Command) -> str:
 
 
 def execute_json(command: Command) -> list[dict[str, Any]]:
-    """Run `command` and return the list of objects that it printed as JSON.
-
-    Raises:
-        LabError: as `execute`.
-    """
+    """Run `command` and return the list of objects that it printed as JSON."""
     rows: list[dict[str, Any]] = json.loads(execute(command) or "[]")
     return rows
 

@@ -64,15 +64,10 @@ class LinkLevel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One cable of the tree: from `path`, its lower end, up to `path[:-1]`.
-
-    Args:
-        path: the lower end; `name` is how counters and messages call the link.
-        rate_bytes_per_s: each direction; None: not shaped.
-    """
+    """One cable of the tree: from `path`, its lower end, up to `path[:-1]`."""
 
     path: TreePath
-    rate_bytes_per_s: float | None
+    rate_bytes_per_s: float | None  # each direction; None: not shaped
 
     @property
     def name(self) -> str:
@@ -87,19 +82,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one rank runs.
+    """Where one rank runs."""
 
-    Args:
-        rank: in the world; rank numbers grow leaf by leaf, innermost level fastest.
-        local_rank: within its leaf.
-        leaf: number of its leaf.
-        path: of its leaf.
-    """
-
-    rank: int
-    local_rank: int
-    leaf: int
-    path: TreePath
+    rank: int  # in the world; numbers grow leaf by leaf, innermost level fastest
+    local_rank: int  # within its leaf
+    leaf: int  # number of its leaf
+    path: TreePath  # of its leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

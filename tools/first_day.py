@@ -51,13 +51,7 @@ TORCHRUN = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint 127.0.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that must hold.
-
-    Args:
-        what: for a person.
-        required, found: the goal, and the figure beside it.
-        held: whether the goal is met.
-    """
+    """One thing that must hold: the goal, the figure beside it, and whether the goal is met."""
 
     what: str
     required: str
@@ -70,21 +64,13 @@ Judge = Callable[[Mapping[str, Any]], Iterable[Check]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One process.
+    """One process."""
 
-    Args:
-        name: also of its result file, NAME.json.
-        command: after the interpreter; {out} stands for the result file.
-        judge: of the result file; None for a part whose exit code says all.
-        limit_s: after which its process group is ended.
-        here: whether this machine can run it.
-    """
-
-    name: str
-    command: str
-    judge: Judge | None = None
-    limit_s: float = 120.0
-    here: bool = True
+    name: str  # also of its result file, NAME.json
+    command: str  # after the interpreter; {out} stands for the result file
+    judge: Judge | None = None  # of the result file; None for a part whose exit code says all
+    limit_s: float = 120.0  # after which its process group is ended
+    here: bool = True  # this machine can run it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

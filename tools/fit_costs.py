@@ -489,7 +489,8 @@ def _flops_per_byte() -> float:
     return _digits(statistics.median(d.peak() / d.memory_bytes_per_s for d in devices.values() if d.memory_bytes_per_s))
 
 
-def fit() -> dict[str, Entry | dict[str, Entry]]:
+def fit() -> tuple[dict[str, Entry], Constants]:
+    """All entries in the file's order, and the constants that they are."""
     links = link_shares()
     latencies, inside_s, between_s = tuning()
     print(f"steps: inside a node {inside_s * 1e6:.2f} us, between nodes {between_s * 1e6:.2f} us (presets state them)")
@@ -499,24 +500,21 @@ def fit() -> dict[str, Entry | dict[str, Entry]]:
     constants = Constants(link_share={kind: entry[0] for kind, entry in links.items()}, **blank, **values)
     sizes = message_size(constants, inside_s)
     constants = _with(constants, {name: entry[0] for name, entry in sizes.items()})
-    return {"link_share": links, **latencies, **sizes, **compute(constants), **cited()}
+    shapes = compute(constants)
+    constants = _with(constants, {name: entry[0] for name, entry in shapes.items()})
+    shares = {f"link_share.{kind}": entry for kind, entry in links.items()}
+    return {**shares, **latencies, **sizes, **shapes, **cited()}, constants
 
 
-def render(entries: dict[str, Entry | dict[str, Entry]]) -> str:
-    values: dict[str, float] = {name: entry[0] for name, entry in entries.items() if isinstance(entry, tuple)}
-    links = [entry for entry in entries.values() if isinstance(entry, dict)]
-    shares = {kind: entry[0] for each in links for kind, entry in each.items()}
+def render(entries: dict[str, Entry], constants: Constants) -> str:
     lines = ["# Written by tools/fit_costs.py. Do not edit: change the script and run it again.", ""]
-    spans = ranges(Constants(link_share=shares, **values))
-    for name, entry in entries.items():
-        for key, (value, how, source) in (
-            {f"link_share.{kind}": e for kind, e in entry.items()} if isinstance(entry, dict) else {name: entry}
-        ).items():
-            fields = [f"value = {value!r}", f'how = "{how}"', f'source = "{source}"']
-            if key in spans:
-                low, high, why = spans[key]
-                fields += [f"low = {low!r}", f"high = {high!r}", f'between = "{why}"']
-            lines.append(f"{key} = {{ {', '.join(fields)} }}")
+    spans = ranges(constants)
+    for key, (value, how, source) in entries.items():
+        fields = [f"value = {value!r}", f'how = "{how}"', f'source = "{source}"']
+        if key in spans:
+            low, high, why = spans[key]
+            fields += [f"low = {low!r}", f"high = {high!r}", f'between = "{why}"']
+        lines.append(f"{key} = {{ {', '.join(fields)} }}")
     return "\n".join(lines) + "\n"
 
 
@@ -524,7 +522,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    text = render(fit())
+    text = render(*fit())
     if options.check:
         same = OUT.read_text(encoding="utf-8") == text
         print("constants are up to date" if same else "constants differ: run tools/fit_costs.py")

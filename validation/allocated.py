@@ -25,25 +25,15 @@ from zeromesh.model.spec import DTYPE_BYTES, ModelSpec, Recomputation, UnitSpec,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatedPeak:
-    """FSDP with every unit wrapped, embedding and head too.
-
-    Args:
-        model: its units.
-        world: devices that everything is sharded over.
-        tokens: of a micro-batch on one device.
-        seq_len: of a sequence.
-        recomputation: of the blocks.
-        param_dtype: of gathered parameters and of gradients before they are reduced.
-        grad_dtype: of the gradient shards.
-    """
+    """FSDP with every unit wrapped, embedding and head too."""
 
     model: ModelSpec
     world: int
-    tokens: int
+    tokens: int  # of a micro-batch on one device
     seq_len: int
-    recomputation: Recomputation
-    param_dtype: str = "bf16"
-    grad_dtype: str = "fp32"
+    recomputation: Recomputation  # of the blocks
+    param_dtype: str = "bf16"  # of gathered parameters and of gradients before they are reduced
+    grad_dtype: str = "fp32"  # of the gradient shards
 
     def above_backward_end(self) -> float:
         """Bytes on one device at the peak beyond those that are left when the backward has ended."""

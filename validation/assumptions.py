@@ -39,14 +39,7 @@ def assumptions() -> tuple[Assumption, ...]:
     """All of them, in the file's order."""
     text = (DATA / "assumptions.toml").read_text(encoding="utf-8")
     return tuple(
-        Assumption(
-            table=table,
-            name=name,
-            value=entry["value"],
-            alternatives=tuple(entry["alternatives"]),
-            why=entry["why"],
-            revised=entry.get("revised", ""),
-        )
+        Assumption(table=table, name=name, **entry | {"alternatives": tuple(entry["alternatives"])})
         for table, entries in tomllib.loads(text).items()
         for name, entry in entries.items()
     )

@@ -22,30 +22,22 @@ LLAMA_7B_BLOCK_BYTES = 2 * 202_383_360
 class Claim:
     """A claim and its prediction.
 
-    Args:
-        paper: whose.
-        text: what is claimed.
-        claimed: the figure.
-        predicted: with the assumed values.
-        low, high: over what the source leaves open.
-        moved_by: (open point, low, high) where it alone is taken otherwise, what moves the prediction most first.
-        tolerance: largest acceptable difference, of the figure (relative) or absolute if `absolute`; None: no goal of
-            this kind.
-        spread: largest acceptable quotient of the range's ends; None: no goal of this kind.
-        why: why they differ.
+    `moved_by`: (open point, low, high) where it alone is taken otherwise, the one that moves the prediction most first.
+    A goal is the largest acceptable difference, of the figure (relative) or absolute if `absolute`, or the largest
+    acceptable quotient of the range's ends; None: no goal of this kind.
     """
 
     paper: str
     text: str
     claimed: float
-    predicted: float
-    low: float
+    predicted: float  # with the assumed values
+    low: float  # to `high`: over all that the source leaves open
     high: float
     moved_by: tuple[tuple[str, float, float], ...] = ()
     tolerance: float | None = None
     absolute: bool = False
     spread: float | None = None
-    why: str = ""
+    why: str = ""  # they differ
 
     @property
     def in_range(self) -> bool:
@@ -59,16 +51,13 @@ class Claim:
         """Whether the goal is met: by the whole range, whatever the source leaves open. None where there is none."""
         if self.tolerance is None and self.spread is None:
             return None
-        return self._all_near() and self._narrow()
+        return self._all_near() and self.high <= self.low * (inf if self.spread is None else self.spread)
 
     def _all_near(self) -> bool:
         if self.tolerance is None:
             return self.low <= self.claimed <= self.high
         allowed = self.tolerance if self.absolute else self.tolerance * self.claimed
         return max(self.high - self.claimed, self.claimed - self.low) <= allowed
-
-    def _narrow(self) -> bool:
-        return self.high <= self.low * (inf if self.spread is None else self.spread)
 
 
 def claims() -> Iterator[Claim]:

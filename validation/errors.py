@@ -16,17 +16,11 @@ ERRORS = Path(__file__).resolve().parents[1] / "src" / "zeromesh" / "report" / "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The tables behind one entry.
+    """The tables behind one entry."""
 
-    Args:
-        of: the predicted quantity, in words.
-        degrees: the parallelisms that the entry is for; none: sharded over data alone.
-        tables: of the published figures.
-    """
-
-    of: str
-    degrees: tuple[str, ...] = ()
-    tables: tuple[str, ...]
+    of: str  # the predicted quantity, in words
+    degrees: tuple[str, ...] = ()  # the parallelisms that the entry is for; none: sharded over data alone
+    tables: tuple[str, ...]  # of the published figures
 
 
 SOURCES = (

@@ -93,11 +93,8 @@ def search_published(
 ) -> list[Ranked]:
     """The strategies of a paper's space: those that fit by its objective, then the others, smallest first.
 
-    Args:
-        space: amsp, paro or mics.
-        model, cluster: the cluster has the two levels that the papers know.
-        workload: micro-batch 1 where it is open; recomputation as `Assumptions` says.
-        assumptions: None for those of the space.
+    The space is amsp, paro or mics, and has assumptions of its own; the cluster has the two levels that the papers
+    know. An open micro-batch is 1, open recomputation as `Assumptions` says.
     """
     assumptions = assumptions or (STATES_ALONE if space == "paro" else Assumptions())
     micro_batch, micro_batches = next(workload.splits(cluster.world))

@@ -12,30 +12,18 @@ DATA = Path(__file__).parent / "data"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A figure of a published table.
-
-    Args:
-        table: which.
-        label: the configuration, for people.
-        group: rows among which a winner is looked for (one model on one machine, strategies against each other).
-        unit: of the figures.
-        measured: as published.
-        predicted: with the assumed values; None where the row is out of scope.
-        low, high: over the alternatives of what the source leaves open.
-        excluded: why the row is out of scope, "" if it is in.
-        fitted: a constant was fitted on it, so it counts for nothing.
-    """
+    """A figure of a published table."""
 
     table: str
-    label: str
-    group: str
+    label: str  # the configuration, for people
+    group: str  # rows among which a winner is looked for (one model on one machine, strategies against each other)
     unit: str
     measured: float
-    predicted: float | None = None
-    low: float | None = None
+    predicted: float | None = None  # with the assumed values; None where the row is out of scope
+    low: float | None = None  # to `high`: over the alternatives of all that the source leaves open
     high: float | None = None
-    excluded: str = ""
-    fitted: bool = False
+    excluded: str = ""  # why the row is out of scope, "" if it is in
+    fitted: bool = False  # a constant was fitted on it, so it counts for nothing
 
     @property
     def in_scope(self) -> bool:

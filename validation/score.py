@@ -46,28 +46,18 @@ GOALS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The errors of one table's rows that are in scope and not fitted.
-
-    Args:
-        table: which.
-        count: rows that count.
-        fitted, excluded: rows that do not.
-        median, p90, worst: of the absolute relative error.
-        rank: Spearman's correlation of measured and predicted; None for fewer than three rows.
-        winners: groups of several rows whose measured best is the predicted best, of how many.
-        in_range: rows whose measured value lies in the range over the assumptions.
-    """
+    """The absolute relative errors of one table's rows that are in scope and not fitted."""
 
     table: str
-    count: int
+    count: int  # rows that count
     fitted: int
     excluded: int
     median: float
     p90: float
     worst: float
-    rank: float | None
-    winners: tuple[int, int]
-    in_range: int
+    rank: float | None  # Spearman's correlation of measured and predicted; None for fewer than three rows
+    winners: tuple[int, int]  # groups of several rows whose measured best is the predicted best, of how many
+    in_range: int  # rows whose measured value lies in the range over the assumptions
 
     @property
     def meets_goal(self) -> bool | None:

@@ -143,11 +143,7 @@ ORIGIN = "_zeromesh_origin"
 
 
 class Source(Protocol):
-    """Where a tensor's values are.
-
-    Args:
-        shape: of the whole tensor.
-    """
+    """Where the values of a tensor of this shape are."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

@@ -28,26 +28,17 @@ DEGREES = ("tp", "cp", "pp", "ep")
 class Parallel:
     """Degrees of the parallelisms beside data: [Note: Mesh].
 
-    Args:
-        tp: ranks that share the heads, the feed-forward and the vocabulary of each layer.
-        cp: ranks that share the tokens of each sequence.
-        pp: ranks in a row that share the layers.
-        ep: ranks that share the experts; of the data-parallel ones.
-        pp_schedule: one of `SCHEDULES`.
-        pp_chunks: stages that one rank of a pipeline holds.
-        sequence_parallel: what tp leaves whole in each layer (norms, residuals) is cut along the sequence.
-
     Raises:
         InputError: a degree below 1, or a schedule that there is not or that takes no chunks.
     """
 
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    ep: int = 1
-    pp_schedule: str = "1f1b"
-    pp_chunks: int = 1
-    sequence_parallel: bool = True
+    tp: int = 1  # ranks that share the heads, the feed-forward and the vocabulary of each layer
+    cp: int = 1  # ranks that share the tokens of each sequence
+    pp: int = 1  # ranks in a row that share the layers
+    ep: int = 1  # ranks that share the experts; of the data-parallel ones
+    pp_schedule: str = "1f1b"  # one of `SCHEDULES`
+    pp_chunks: int = 1  # stages that one rank of a pipeline holds
+    sequence_parallel: bool = True  # norms and residuals, which tp leaves whole in each layer, are cut along tokens
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, "pp_chunks"):

@@ -74,28 +74,17 @@ class Lines(list[LineT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One interval on one resource.
+    """One interval on one resource; times are since the step began."""
 
-    Args:
-        name: what was done: "forward", "backward", "recompute", "optimizer", or the collective's name.
-        kind: compute, communicate, or wait (the device stands still for a communication).
-        resource: row of the timeline: "compute", or "<lane>/<axis>" for communication.
-        start_s, end_s: since the step began.
-        unit: name of the unit, "" for the root; None where an event belongs to no unit.
-        micro_batch: index in the step, -1 outside micro-batches.
-        axis: over which the communication ran.
-        sent_bytes: by one rank.
-    """
-
-    name: str
-    kind: Kind
-    resource: str
+    name: str  # "forward", "backward", "recompute", "optimizer", or the collective's name
+    kind: Kind  # "wait": the device stands still for a communication
+    resource: str  # row of the timeline: "compute", or "<lane>/<axis>" for communication
     start_s: float
     end_s: float
-    unit: str | None = None
-    micro_batch: int = -1
-    axis: str | None = None
-    sent_bytes: float = 0.0
+    unit: str | None = None  # its name, "" for the root; None where an event belongs to no unit
+    micro_batch: int = -1  # index in the step, -1 outside micro-batches
+    axis: str | None = None  # over which the communication ran
+    sent_bytes: float = 0.0  # by one rank
 
     @property
     def seconds(self) -> float:
@@ -104,17 +93,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The events of one step of one rank.
+    """The events of one step of one rank."""
 
-    Args:
-        label: whose step: strategy, engine, machine.
-        events: in the order in which they were recorded.
-        memory: (seconds, bytes in use), at every change, in order.
-    """
-
-    label: str
-    events: tuple[Event, ...]
-    memory: tuple[tuple[float, float], ...] = field(default=())
+    label: str  # whose step: strategy, engine, machine
+    events: tuple[Event, ...]  # in the order in which they were recorded
+    memory: tuple[tuple[float, float], ...] = field(default=())  # (seconds, bytes in use), at every change, in order
 
     __repr__ = short_repr
 

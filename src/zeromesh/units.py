@@ -23,11 +23,6 @@ _QUANTITY = re.compile(r"\s*(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?
 class Quantity:
     """Numbers of one kind, each with its unit.
 
-    Args:
-        expected: the kind with examples, for messages.
-        written: units of text for people, in SI.
-        others: units that are read as well.
-
     >>> BYTES.parse("80 GB"), BYTES.parse("1.5 GiB"), SECONDS.parse("6 us"), FLOP_PER_S.parse("312 TFLOP/s")
     (80000000000.0, 1610612736.0, 6e-06, 312000000000000.0)
     >>> BYTES_PER_S.parse("200 GB/s"), BYTES_PER_S.parse("100 Mbit/s")
@@ -36,9 +31,9 @@ class Quantity:
     ('80 GB', '512 B', '12.5 GB/s', '6 us', '2.5 s')
     """
 
-    expected: str
-    written: Mapping[str, float]
-    others: Mapping[str, float]
+    expected: str  # the kind with examples, for messages
+    written: Mapping[str, float]  # units of text for people, in SI
+    others: Mapping[str, float]  # units that are read as well
 
     def parse(self, text: object) -> float:
         """The number in `text`, in SI."""

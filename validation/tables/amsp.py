@@ -65,12 +65,8 @@ def amsp_step(
 ) -> Simulation:
     """One step of the paper's set-up.
 
-    Args:
-        size: 7B, 13B or 30B.
-        gpus: devices.
-        strategy, engine: whose.
-        micro_batches: of one device; None for the global batch of 4 Mi tokens.
-        kernels: "" for the assumed ones.
+    `micro_batches` are those of one device; None for the global batch of 4 Mi tokens. Kernels are the assumed ones
+    unless given.
     """
     tokens = GLOBAL_BATCH_TOKENS if micro_batches is None else micro_batches * gpus * SEQ_LEN
     workload = FixedWorkload(

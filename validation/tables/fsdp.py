@@ -72,7 +72,7 @@ def torchtitan_rows() -> Iterator[Row]:
             group=f"{entry['model']}, {entry['hardware'].split()[0]}, seq {entry['seq_len']}",
             unit="tokens/s/GPU",
             measured=float(entry["tps_per_gpu"]),
-            excluded=_titan_excluded(entry),
+            excluded="context parallelism" if "CP" in entry["techniques"] else "",
         )
         steps = [_titan_steps(entry, cluster) for cluster in _titan_clusters(entry)] if row.in_scope else []
         yield predicted_row(row, [_tokens_per_s(step) for step in steps])
@@ -96,10 +96,6 @@ def _reserved_gib(step: Simulation) -> float:
     memory = step.memory
     allocator = memory.activations * default_constants().allocator_share
     return (memory.total - memory.overhead + allocator) / 2**30
-
-
-def _titan_excluded(entry: dict[str, str]) -> str:
-    return "context parallelism" if "CP" in entry["techniques"] else ""
 
 
 def _titan_clusters(entry: dict[str, str]) -> tuple[str, ...]:

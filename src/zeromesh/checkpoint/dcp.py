@@ -45,15 +45,8 @@ def write_metadata(
     empty: Mapping[str, TensorEntry],
     objects: Mapping[str, Any],
 ) -> None:
-    """Writes the index that torch's reader needs; zeromesh itself never reads it.
-
-    Args:
-        storage: where.
-        directory: the checkpoint's.
-        written: by all ranks.
-        empty: tensors without elements.
-        objects: values that are no tensors, under the names that `dcp.load` looks for.
-    """
+    """Writes the index that torch's reader needs; zeromesh itself never reads it. `written` is all ranks', `empty` are
+    tensors without elements, `objects` are no tensors, under the names that `dcp.load` looks for."""
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for row in written:

@@ -23,13 +23,7 @@ SAVING = ".saving-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A complete checkpoint.
-
-    Args:
-        name: of its directory.
-        step: optimizer steps done.
-        serial: place in the order in which the directory's checkpoints were made.
-    """
+    """A complete checkpoint: `serial` is its place in the order in which the directory's checkpoints were made."""
 
     name: str
     step: int
@@ -38,17 +32,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The checkpoints of a directory.
+    """The checkpoints of a directory."""
 
-    Args:
-        complete: newest first.
-        refused: why other directories that are named like checkpoints are not, one line each.
-        unfinished: names of those that a save has begun to fill, where there are no renames: without a manifest.
-    """
-
-    complete: tuple[Found, ...]
-    refused: tuple[str, ...]
-    unfinished: tuple[str, ...]
+    complete: tuple[Found, ...]  # newest first
+    refused: tuple[str, ...]  # why other directories that are named like checkpoints are not, one line each
+    unfinished: tuple[str, ...]  # those that a save has begun to fill, where there are no renames: without a manifest
 
     @property
     def next_serial(self) -> int:
@@ -109,12 +97,8 @@ def free_name(step: int, taken: Sequence[str]) -> str:
 
 
 def superfluous(complete: Sequence[Found], *, keep: int, keep_every: int) -> list[Found]:
-    """The checkpoints that retention deletes.
-
-    Args:
-        complete: newest first.
-        keep: this many newest ones stay.
-        keep_every: those of steps that this divides stay too, the newest of each; 0 keeps none.
+    """The checkpoints that retention deletes: all of `complete`, newest first, but the `keep` newest and the newest of
+    each step that `keep_every` divides. 0 divides none.
 
     >>> steps = [Found(name="", step=step, serial=step) for step in (50, 40, 30, 20, 10)]
     >>> [found.step for found in superfluous(steps, keep=2, keep_every=20)]

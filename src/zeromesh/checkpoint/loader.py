@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from zeromesh.checkpoint.dcp import METADATA, OBJECTS, read_foreign
-from zeromesh.checkpoint.directory import list_checkpoints
+from zeromesh.checkpoint.directory import Listing, list_checkpoints
 from zeromesh.checkpoint.manifest import MANIFEST, DamagedError
 from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.read import Reader, read_manifest
@@ -20,15 +20,8 @@ Restore = Callable[[Reader], object]
 
 
 def load_newest(storage: Storage, peers: Peers, restore: Restore) -> Reader | None:
-    """Loads the newest complete checkpoint whose content is intact; warns of those that it passes over.
-
-    Args:
-        storage: the directory.
-        peers: all ranks.
-        restore: called on each rank with its reader.
-
-    Returns:
-        The reader of the one that was loaded; None where none has ever been made.
+    """Loads the newest complete checkpoint whose content is intact, and returns its reader; None where none has ever
+    been made. Warns of those that it passes over.
 
     Raises:
         CheckpointError: there are checkpoints, but none can be loaded; or one is of another model.
@@ -72,20 +65,16 @@ def load_path(location: str | os.PathLike[str], peers: Peers, restore: Restore) 
 
 
 def _candidates(storage: Storage, peers: Peers) -> tuple[list[str], list[str]]:
-    names: list[str] = []
-    refused: list[str] = []
-    problem = ""
+    listing, problem = Listing(complete=(), refused=(), unfinished=()), ""
     if peers.rank == 0:
         try:
             listing = list_checkpoints(storage)
-            names = [found.name for found in listing.complete]
-            refused = list(listing.refused)
         except Exception as error:  # the others wait
             problem = f"cannot read {storage.where()}: {reason(error)}"
-    names, refused, problem = peers.broadcast((names, refused, problem), "the list of checkpoints")
+    listing, problem = peers.broadcast((listing, problem), "the list of checkpoints")
     if problem:
         raise CheckpointError(problem)
-    return names, refused
+    return [found.name for found in listing.complete], list(listing.refused)
 
 
 _WORST = (MismatchError, DamagedError, CheckpointError)

@@ -57,31 +57,21 @@ class DamagedError(CheckpointError):
 class Chunk:
     """Elements `start` to `stop` of a flattened tensor, or of a flattened region of one, as they lie in a file.
 
-    Args:
-        start, stop: elements of the tensor, or of the region.
-        file: the file's name within the checkpoint.
-        offset: of the first byte in the file.
-        crcs: CRC-32 of the bytes up to the end of each block of `BLOCK_BYTES`; None in a checkpoint of another tool.
-        within: the region, [Note: Regions] of `zeromesh.pieces.region`; None for all of the tensor.
+    `crcs` are CRC-32 of the bytes up to the end of each block of `BLOCK_BYTES`; None in a checkpoint of another tool.
     """
 
     start: int
     stop: int
-    file: str
-    offset: int
+    file: str  # its name within the checkpoint
+    offset: int  # of the first byte in the file
     crcs: tuple[int, ...] | None
-    within: Region | None = None
+    within: Region | None = None  # [Note: Regions] of `zeromesh.pieces.region`; None for all of the tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A tensor of a checkpoint.
-
-    Args:
-        dtype: as torch names it, without "torch.".
-        shape: of the whole tensor.
-        chunks: cover it exactly; those of each region in order.
-    """
+    """A tensor of a checkpoint. `dtype` is torch's name without "torch."; `chunks` cover the tensor exactly, those of
+    each region in order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -94,25 +84,15 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All of a checkpoint but its data.
+    """All of a checkpoint but its data."""
 
-    Args:
-        step: optimizer steps done.
-        serial: numbers the checkpoints of a directory in the order in which they were made.
-        tensors: by name.
-        files: bytes of each data file; of another tool's checkpoint nothing is known.
-        index: the file that this is the content of.
-        state: values that are no tensors, as JSON.
-        about: strategy, mesh, versions: for people, and for messages.
-    """
-
-    step: int
-    serial: int
+    step: int  # optimizer steps done
+    serial: int  # numbers the checkpoints of a directory in the order in which they were made
     tensors: Mapping[str, TensorEntry]
-    files: Mapping[str, int] = field(default_factory=dict)
-    state: Mapping[str, Any] = field(default_factory=dict)
-    about: Mapping[str, Any] = field(default_factory=dict)
-    index: str = MANIFEST
+    files: Mapping[str, int] = field(default_factory=dict)  # bytes of each data file; unknown if another tool's
+    state: Mapping[str, Any] = field(default_factory=dict)  # values that are no tensors, as JSON
+    about: Mapping[str, Any] = field(default_factory=dict)  # strategy, mesh, versions: for people, and for messages
+    index: str = MANIFEST  # the file that this is the content of
 
     def to_bytes(self) -> bytes:
         """The file's content.
@@ -145,11 +125,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
-        """The inverse of `to_bytes`.
-
-        Args:
-            data: the file's content.
-            where: the file's name, for messages.
+        """The inverse of `to_bytes`; `where` is the file's name, for messages.
 
         Raises:
             DamagedError: the bytes are not those that were written.

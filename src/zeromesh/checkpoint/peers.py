@@ -24,10 +24,8 @@ class Peers:
     Every exchange has a name, for messages. Where one fails or takes longer than the group's timeout, it raises
     CommunicationError, which names the ranks that did not come.
 
-    Args:
-        group: of their own, of a backend that works on the host (gloo), since a background thread talks on it; None on
-            a single rank.
-        progress: of all ranks, which says who is missing; None on a single rank.
+    The group is their own, of a backend that works on the host (gloo), since a background thread talks on it. A single
+    rank has neither a group nor `progress`, which says who is missing.
     """
 
     group: dist.ProcessGroup | None = None

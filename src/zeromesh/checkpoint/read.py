@@ -33,13 +33,7 @@ from zeromesh.progress import note
 
 
 class Reader:
-    """Reads tensors of one checkpoint; a context that closes its files.
-
-    Args:
-        storage: where it lies.
-        directory: its name there.
-        manifest: its manifest.
-    """
+    """Reads tensors of one checkpoint, a directory of the storage; a context that closes its files."""
 
     def __init__(self, storage: Storage, directory: str, manifest: Manifest) -> None:
         self.manifest = manifest

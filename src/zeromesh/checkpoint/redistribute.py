@@ -112,13 +112,8 @@ def _runs(elements: Elements) -> list[Run]:
 
 
 def _plan(held: Sequence[Sequence[tuple[list[Run], list[Run]]]], target: int) -> list[list[Move]]:
-    """The runs that one rank receives, by sender: itself if it holds them, else the next rank that does, so that copies
-    share the work.
-
-    Args:
-        held: by rank, for each tensor the runs of the target and of the source there.
-        target: the rank.
-    """
+    """The runs that rank `target` receives, by sender: itself if it holds them, else the next rank that does, so that
+    copies share the work. `held` has by rank, for each tensor, the runs of the target and of the source there."""
     found: list[list[Move]] = [[] for _ in held]
     for tensor, (missing, _) in enumerate(held[target]):
         for step in range(len(held)):

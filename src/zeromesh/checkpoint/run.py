@@ -37,14 +37,11 @@ class RunCheckpoints:
         self._newest: str | None = None  # a roll back loads it
 
     def resume(self, beginning: str = AUTO, *, saves: bool = True) -> Restored | None:
-        """Loads the run's newest checkpoint, or `beginning` if the run has none yet; None for a new run.
+        """Loads the run's newest checkpoint, or the one at the path `beginning` if the run has none yet; None for a new
+        run. Locks the directory if the run `saves`.
 
         Learning rates and the like stay the optimizer's own, which a user may have edited since. Nothing is made on
         disk before a checkpoint is accepted.
-
-        Args:
-            beginning: the path of another checkpoint, or "auto" for none.
-            saves: whether the directory is locked for saving.
 
         Raises:
             CheckpointError: the checkpoint cannot be loaded, or is of a run that differs in a required setting.
@@ -65,13 +62,8 @@ class RunCheckpoints:
         self._checkpoints.open()
 
     def save(self, step: int, faults: Mapping[str, Any]) -> None:
-        """Saves in the background. If the save before failed, one warning says so: training is worth more than one
-        checkpoint.
-
-        Args:
-            step: steps done.
-            faults: counts that `resume` gives back in `state["faults"]`.
-        """
+        """Saves in the background; `resume` gives `faults` back in `state["faults"]`. If the save before failed, one
+        warning says so: training is worth more than one checkpoint."""
         self._settle(f"training goes on, and saves again after step {step}")
         self._checkpoints.save(step, {"data": self._identity, "run": self._layout, "faults": dict(faults)})
 

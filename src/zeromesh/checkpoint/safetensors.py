@@ -49,12 +49,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A tensor of an export.
-
-    Args:
-        name, shape: of the whole.
-        dtype: in the file.
-    """
+    """A tensor of an export: whole, in the dtype that it has in the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,12 +73,8 @@ def write_safetensors(
 ) -> None:
     """Writes `model.safetensors`, or several files and their index, under temporary names, then renames them.
 
-    Args:
-        directory: exists on all ranks' file system.
-        specs: all tensors, the same on all ranks.
-        pieces: those that this rank writes; all ranks' together cover every tensor.
-        peers: all ranks.
-        max_file_bytes: a larger model is cut into several files; a single tensor is never cut.
+    All ranks give all `specs`, and each the `pieces` that it writes, which together cover every tensor. No tensor is
+    cut, however large.
 
     Raises:
         CheckpointError: on all ranks, if one of them failed.
@@ -179,7 +170,7 @@ def _publish(directory: Path, files: Sequence[_File]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A tensor in a file: its range begins at byte `offset`."""
+    """A source of a tensor in a file, whose range begins at byte `offset`."""
 
     path: Path
     shape: tuple[int, ...]
@@ -187,11 +178,6 @@ class Stored:
     offset: int
 
     def fill(self, target: torch.Tensor, start: int) -> None:
-        """Elements from `start` of the flattened tensor on, into 1-D `target`, in its dtype and on its device.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
         note(self.path.name)
         direct = target.dtype == self.dtype and target.device.type == "cpu"
         scratch = torch.empty(0 if direct else min(_CHUNK, target.numel()), dtype=self.dtype, device="cpu")

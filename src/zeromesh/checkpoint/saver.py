@@ -107,26 +107,18 @@ def _device_of(pieces: Sequence[Piece]) -> torch.device:
 class Snapshot:
     """A state to be saved.
 
-    Args:
-        step: optimizer steps done.
-        pieces: those that this rank writes; all ranks' together cover every tensor once. Tensors without elements are
-            only described, by any of them.
-        state: values that are no tensors, for `Manifest.state`; rank 0's is taken.
-        about: for `Manifest.about`; rank 0's.
-        aliases: further names, for readers other than zeromesh, with the tensor's own.
-        groups: the optimizers' options, `describe_groups`; from one rank of each stage.
-        numbers: names of this rank's states that are numbers of Python's, `tensors.number_names`.
-        common: names that several ranks write, which must be alike; the same on all ranks.
+    `pieces` are those that this rank writes; all ranks' together cover every tensor once. Tensors without elements are
+    only described, by any of them. Of `state` and `about`, for the manifest, rank 0's are taken.
     """
 
-    step: int
+    step: int  # optimizer steps done
     pieces: Sequence[Piece]
     state: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    groups: Sequence[Any] = ()
-    numbers: Sequence[str] = ()
-    common: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = field(default_factory=dict)  # further names, for other readers, with the tensor's own
+    groups: Sequence[Any] = ()  # the optimizers' options, `describe_groups`; from one rank of each stage
+    numbers: Sequence[str] = ()  # names of this rank's states that are numbers of Python's, `tensors.number_names`
+    common: frozenset[str] = frozenset()  # names that several ranks write, which must be alike; the same on all ranks
 
 
 _Share = tuple[list[Written], dict[str, TensorEntry], Snapshot]
@@ -135,14 +127,8 @@ the values that all have alike."""
 
 
 class Saver:
-    """Writes the checkpoints of one run to one directory, which it locks. Made, used and closed by all ranks.
-
-    Args:
-        storage: the directory.
-        peers: all ranks.
-        keep: newest checkpoints to keep.
-        keep_every: checkpoints of steps that this divides are kept for good; 0 keeps none.
-        lock_wait_s: how long to wait for another job to leave the directory.
+    """Writes the checkpoints of one run to one directory, which it locks, waiting at most `lock_wait_s` for another job
+    to leave it. It keeps those that `superfluous` leaves. Made, used and closed by all ranks.
 
     Raises:
         CheckpointError: the directory cannot be written, or another job writes to it.

@@ -23,7 +23,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiled:
-    """A tensor of `shape` that tiles cover, each element once; a rank reads its own elements."""
+    """A source of a tensor of `shape` that tiles cover, each element once; a rank reads its own elements."""
 
     shape: tuple[int, ...]
     tiles: tuple[Tile, ...]
@@ -34,11 +34,6 @@ class Tiled:
         return cls(shape=stored.shape, tiles=(Tile(stored=stored, offsets=offsets, sizes=stored.shape),))
 
     def fill(self, target: Tensor, start: int) -> None:
-        """Elements from `start` of the flattened tensor on, into 1-D `target`.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
         stop = start + target.numel()
         for tile in self.tiles:
             for first, length, at in runs_of(self.shape, tile.offsets, tile.sizes):
@@ -86,20 +81,14 @@ class Last:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Computed:
-    """A tensor that must be whole for a moment for a slice of it to be had.
-
-    Args:
-        shape: of it.
-        compute: makes it, in host memory.
-        last: shared by all of a model, so that one at a time is whole.
-    """
+    """A source of a tensor that must be whole for a moment for a slice of it to be had: `compute` makes it, in host
+    memory. All of a model share `last`, so that one at a time is whole."""
 
     shape: tuple[int, ...]
     compute: Callable[[], Tensor]
     last: Last = field(default_factory=Last)
 
     def fill(self, target: Tensor, start: int) -> None:
-        """As that of `Tiled`."""
         if self.last.source is not self:
             self.last.values = self.last.source = None
             self.last.values = self.compute().reshape(prod(self.shape))

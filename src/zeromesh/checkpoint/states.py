@@ -34,11 +34,8 @@ _MAX_RANDOM_NUMEL = 1 << 16
 
 
 def to_plain(value: Any, path: str) -> Any:
-    """The value as JSON can hold it.
-
-    Args:
-        value: None, bool, int, float, str, 0-d tensors, and lists, tuples and dicts of those.
-        path: its name, for messages.
+    """A value made of None, bool, int, float, str, 0-d tensors, lists, tuples and dicts, as JSON can hold it; `path` is
+    its name, for messages.
 
     Raises:
         CheckpointError: anything else, which only a pickle could hold.

@@ -34,13 +34,9 @@ _SYNC_THREADS = 4
 
 
 class LocalStorage:
-    """A directory of a file system with atomic renames.
+    """A directory of a file system with atomic renames."""
 
-    Attributes:
-        renames: whether `publish` can give a directory another name.
-    """
-
-    renames = True
+    renames = True  # `publish` can give a directory another name
 
     def __init__(self, root: Path) -> None:
         self.root = root

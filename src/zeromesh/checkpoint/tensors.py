@@ -43,13 +43,8 @@ STATE = "optim.state."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A tensor as a checkpoint has it.
-
-    Args:
-        names: there; of a tied parameter all.
-        entry: without chunks.
-        is_parameter: and no buffer.
-    """
+    """A parameter or buffer as a checkpoint has it: all names, of a tied parameter several, and an entry without
+    chunks."""
 
     names: tuple[str, ...]
     entry: TensorEntry
@@ -58,29 +53,17 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """This rank's part of a save or load.
+    """This rank's part of a save or load."""
 
-    Args:
-        models: a model, or this rank's stages.
-        engines: theirs.
-        control: all ranks of all stages.
-        stages: of a pipeline, the tensors of each of all its stages.
-        common: names that several stages have, and with the same values.
-    """
-
-    models: tuple[nn.Module, ...]
+    models: tuple[nn.Module, ...]  # a model, or this rank's stages
     engines: tuple[Engine, ...]
-    control: Control
-    stages: Mapping[int, Sequence[Saved]] = field(default_factory=dict)
-    common: frozenset[str] = frozenset()
+    control: Control  # all ranks of all stages
+    stages: Mapping[int, Sequence[Saved]] = field(default_factory=dict)  # of a pipeline, the tensors of all its stages
+    common: frozenset[str] = frozenset()  # names that several stages have, and with the same values
 
     @classmethod
     def of(cls, models: nn.Module | Sequence[nn.Module], directory: str | os.PathLike[str]) -> Self:
-        """All ranks call it, with this rank's.
-
-        Args:
-            models: a model, or this rank's stages of a pipeline.
-            directory: where they are saved.
+        """All ranks call it, each with a model or its stages of a pipeline, and the directory where they are saved.
 
         Raises:
             ModelError: one is not sharded.
@@ -208,11 +191,8 @@ def param_piece(param: ShardedParameter, prefix: str = MODEL) -> Piece:
 
 
 def param_rows(buffer: FlatShards, names: Collection[str] | None = None) -> Iterator[Piece]:
-    """Ranges of whole parameters, under their own names, each element on one rank of all that have it.
-
-    Args:
-        names: the parameters that are wanted; None for all.
-    """
+    """Ranges of whole parameters (of those called `names`, if given), under their own names, each element on one rank
+    of all that have it."""
     params = [p for p in buffer.optimizer_params if p.writes and (names is None or p.full_name in names)]
     for piece in share([param_piece(param, prefix="") for param in params], *replica_of(buffer)):
         yield from piece.rows()

@@ -35,14 +35,8 @@ _MAX_ITEM_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A box of a tensor, as a rank has written it.
-
-    Args:
-        name, dtype, shape: of the tensor.
-        offsets, sizes: of the box.
-        chunk: the same as a range, and where it is.
-        position, length: of the zip around it in the file.
-    """
+    """A box of a tensor, as a rank has written it: with its offsets and sizes, and as a range (`chunk`). `position` and
+    `length` are those of the zip around it in the file."""
 
     name: str
     dtype: str
@@ -94,16 +88,10 @@ def _cut(piece: Piece) -> Iterator[Piece]:
 def write_tensor(
     stream: IO[bytes], position: int, data: Tensor, sizes: Sequence[int]
 ) -> tuple[int, tuple[int, ...], int]:
-    """Writes a file as `torch.save` makes it.
+    """Writes a file as `torch.save` makes it, of a tensor's elements, flat, in host memory.
 
-    Args:
-        stream: at `position`.
-        position: in its own file, by which the tensor's bytes are aligned.
-        data: the elements, flat, in host memory.
-        sizes: of the tensor.
-
-    Returns:
-        Where its bytes begin, running CRC-32s of their blocks, and the length of it all.
+    The stream is at `position` of its own file, by which the tensor's bytes are aligned. Returns where they begin,
+    running CRC-32s of their blocks, and the length of it all.
     """
     content = data.view(torch.uint8).numpy()
     alone = torch.from_numpy(content).view(data.dtype).view(tuple(sizes))  # over a storage without other tensors
@@ -164,12 +152,8 @@ def files_of(written: Iterable[Written]) -> dict[str, int]:
 
 
 def entries_of(written: Iterable[Written], empty: Iterable[Piece] = ()) -> dict[str, TensorEntry]:
-    """The manifest's entries for everything that all ranks wrote.
-
-    Args:
-        written: by all ranks.
-        empty: pieces of tensors without elements, of which nothing is written.
-    """
+    """The manifest's entries for everything that all ranks wrote, and for tensors without elements, of which nothing is
+    written."""
     rows: dict[str, list[Written]] = {}
     for row in written:
         rows.setdefault(row.name, []).append(row)

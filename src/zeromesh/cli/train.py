@@ -115,11 +115,8 @@ def run_local_rank(store_file: Path | None, *, config: str) -> None:
 
 
 def run_local(config: TrainConfig) -> int:
-    """Runs local processes, again after a failure that another start may mend; the exit code.
-
-    Raises:
-        InputError: the ranks say that the input is wrong.
-    """
+    """Runs local processes, again after a failure that another start may mend; the exit code. InputError if the ranks
+    say that the input is wrong."""
     from zeromesh.launch.job import make_job
     from zeromesh.launch.processes import local_launches, run_ranks
 
@@ -148,16 +145,8 @@ class Ending:
 
 
 def verdict(results: Sequence[RankResult], failures: Sequence[Failure], *, preempted: bool = False) -> Ending:
-    """How the run ended, and why: the first failure is reported.
-
-    Args:
-        results: of each rank's process.
-        failures: the cause first.
-        preempted: whether the ranks were told to save and end.
-
-    Raises:
-        InputError: the first failure was one.
-    """
+    """How the run ended, and why: the first of `failures`, the cause first, is reported; raised if it is an InputError.
+    `preempted`: the ranks were told to save and end."""
     from zeromesh.launch.failure import report
 
     by_themselves = [result for result in results if result.ended_because is None]

@@ -18,26 +18,17 @@ HOST_SHARE = 0.95
 class Cluster:
     """Equal devices joined by levels of network, innermost (fastest) first.
 
-    Args:
-        name: for reports.
-        device: the one kind of device.
-        levels: at least one, innermost first, with distinct names.
-        host_memory_bytes: memory of one machine, which its devices' processes share. None if unknown.
-        host_copy_bytes_per_s: between each device and that memory, in each direction at once. None if it was not
-            measured: a constant of the cost model, as the next.
-        host_step_bytes_per_s: of that memory, as optimizers' steps of all its ranks reach it together.
-        description: one line for `zeromesh clusters`.
-        sources: pairs of (key, where its value comes from), keys as in the file ("level.node.latency").
+    Rates of the host's memory are None if they were not measured: then they are constants of the cost model.
     """
 
-    name: str
-    device: Device
-    levels: tuple[Level, ...]
-    host_memory_bytes: float | None = None
-    host_copy_bytes_per_s: float | None = None
-    host_step_bytes_per_s: float | None = None
-    description: str = ""
-    sources: tuple[tuple[str, str], ...] = ()
+    name: str  # for reports
+    device: Device  # the one kind of device
+    levels: tuple[Level, ...]  # at least one, innermost first, with distinct names
+    host_memory_bytes: float | None = None  # of one machine, which its devices' processes share; None if unknown
+    host_copy_bytes_per_s: float | None = None  # between each device and that memory, in each direction at once
+    host_step_bytes_per_s: float | None = None  # of that memory, as optimizers' steps of all its ranks reach it
+    description: str = ""  # one line for `zeromesh clusters`
+    sources: tuple[tuple[str, str], ...] = ()  # (key as in the file, "level.node.latency", where its value comes from)
 
     __repr__ = short_repr
 

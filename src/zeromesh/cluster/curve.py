@@ -25,17 +25,13 @@ OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 class Curve:
     """One operation over one level, all groups of the level at once, as training uses it.
 
-    Args:
-        operation: one of `OPERATIONS`.
-        ranks: members of the group.
-        points: seconds of the whole collective by bytes that leave ONE member. A mapping; stored as sorted pairs.
-        beside_computation: whether the devices computed meanwhile.
+    `points` are seconds of the whole collective by bytes that leave ONE member. A mapping; stored as sorted pairs.
     """
 
-    operation: str
-    ranks: int
+    operation: str  # one of `OPERATIONS`
+    ranks: int  # members of the group
     points: Mapping[float, float] | tuple[tuple[float, float], ...]
-    beside_computation: bool = False
+    beside_computation: bool = False  # the devices computed meanwhile
 
     def __post_init__(self) -> None:
         pairs = tuple(sorted((float(sent), float(seconds)) for sent, seconds in dict(self.points).items()))
@@ -58,13 +54,8 @@ class Curve:
         return 2 if self.operation == "all_reduce" else 1
 
     def busy_s(self, sent_bytes: float, latency_s: float, bytes_per_s: float) -> float:
-        """For which the links are busy: [Note: Curve].
-
-        Args:
-            sent_bytes: out of one member.
-            latency_s: part of every time on the curve.
-            bytes_per_s: at which longer messages go on than were measured.
-        """
+        """For which the links are busy: [Note: Curve]. The latency is part of every time on the curve, and messages
+        longer than were measured go on at `bytes_per_s`."""
         points: list[tuple[float, float]] = []
         for sent, seconds in reversed(self.pairs):
             busy = max(0.0, seconds - latency_s)

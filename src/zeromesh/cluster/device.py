@@ -17,26 +17,20 @@ MATRIX_DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8", "mxfp8")
 class Device:
     """Memory and rates of one device.
 
-    Args:
-        name: the vendor's.
-        memory_bytes: memory that a process can allocate from.
-        peak_flops: dense matrix rate in FLOP/s, by dtype. A mapping; stored as sorted pairs so that devices hash.
-        achievable_flops: the best matrix rate that a micro-benchmark reached, by dtype, where one is known.
-        memory_bytes_per_s: nominal rate of the device's memory, None if unknown.
-        multiprocessors: that the device computes with, and its collectives' kernels take some of; None if unknown.
-        cores: processor cores for each device, where the same cores compute and move the bytes of collectives, as on
-            CPU; one computes at a time. None: communication takes no processor from the computation.
-        kernels: measured rates, by kind of work and shape; believed before the rates above.
+    Matrix rates are in FLOP/s by dtype: dense peaks, and the best that a micro-benchmark reached, where one is known. A
+    mapping; stored as sorted pairs so that devices hash. `cores` are processor cores for each device, where the same
+    cores compute and move the bytes of collectives, as on CPU; one computes at a time. None: communication takes no
+    processor from the computation.
     """
 
-    name: str
-    memory_bytes: float
+    name: str  # the vendor's
+    memory_bytes: float  # that a process can allocate from
     peak_flops: Mapping[str, float] | tuple[tuple[str, float], ...]
     achievable_flops: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())
-    memory_bytes_per_s: float | None = None
-    multiprocessors: int | None = None
+    memory_bytes_per_s: float | None = None  # nominal rate of the device's memory, None if unknown
+    multiprocessors: int | None = None  # to compute with, of which collectives' kernels take some; None if unknown
     cores: float | None = None
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[Kernel, ...] = ()  # measured rates, by kind of work and shape; believed before the rates above
 
     __repr__ = short_repr
 

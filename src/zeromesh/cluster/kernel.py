@@ -23,18 +23,13 @@ KERNELS = {
 class Kernel:
     """Rates of one device while all others of its machine do the same.
 
-    Args:
-        kind: one of `KERNELS`.
-        dtype: computed in; gradients and an optimizer's states are collected and held in fp32.
-        shape: as `KERNELS` lists them.
-        forward: rate.
-        backward: rate of the backward pass; of a product that of both gradients; of gradients, which are copied to
-            where they are collected, that of adding them to older ones. An optimizer has none: its `forward`.
+    `backward` is that of the backward pass; of a product that of both gradients; of gradients, which are copied to
+    where they are collected, that of adding them to older ones. An optimizer has none: its `forward`.
     """
 
-    kind: str
-    dtype: str
-    shape: tuple[int, ...] = ()
+    kind: str  # one of `KERNELS`
+    dtype: str  # computed in; gradients and an optimizer's states are collected and held in fp32
+    shape: tuple[int, ...] = ()  # as `KERNELS` lists them
     forward: float
     backward: float
 

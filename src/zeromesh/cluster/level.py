@@ -42,38 +42,31 @@ class Level:
     A member of the first level is a device; a member of each next level is a whole group of the level before.
 
     Args:
-        name: the mesh axis that runs over this level.
-        size: members of this level in one group; of a cluster that is cut (`Cluster.cut`), the data-parallel ones.
-        bandwidth_bytes_per_s: out of ONE member, one direction, all its links together.
-        latency_s: one hop of a message between two members.
-        kind: one of `LINK_KINDS`.
         ports: links (NICs) that `bandwidth_bytes_per_s` is made of. One device drives one of them, so a device that
             talks alone reaches `bandwidth / ports`. None: no such limit.
-        busy_latency_s: the same while the device computes, where that differs: on CPU a message waits until the system
-            lets its process run. None: no different.
+        busy_latency_s: `latency_s` while the device computes, where that differs: on CPU a message waits until the
+            system lets its process run. None: no different.
         host_bytes_per_s: rate at which one processor core sends and receives if it does nothing else; for devices
             that state their `cores`. None: moving bytes takes no processor.
-        host_call_s: processor seconds that a collective takes besides, at any size: calls, threads that wake.
         shares: measured share of both rates that an operation ("all_gather", "reduce_scatter", "all_reduce") reaches,
             where that differs. A mapping; stored as sorted pairs so that levels hash.
         curves: measured seconds of collectives by size of message; where one is known it is believed, and rate,
             latency and shares say how it divides, and how it goes on beyond its end.
-        inner, outer: members that axes inside and outside of the data-parallel ones take, beside `size`.
     """
 
-    name: str
-    size: int
-    bandwidth_bytes_per_s: float
-    latency_s: float
-    kind: str = "auto"
+    name: str  # the mesh axis that runs over this level
+    size: int  # members in one group; of a cluster that is cut (`Cluster.cut`), the data-parallel ones
+    bandwidth_bytes_per_s: float  # out of ONE member, one direction, all its links together
+    latency_s: float  # one hop of a message between two members
+    kind: str = "auto"  # one of `LINK_KINDS`
     ports: int | None = None
     busy_latency_s: float | None = None
     host_bytes_per_s: float | None = None
-    host_call_s: float = 0.0
+    host_call_s: float = 0.0  # of a processor, that a collective takes besides, at any size: calls, threads that wake
     shares: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())
     curves: tuple[Curve, ...] = ()
-    inner: int = 1
-    outer: int = 1
+    inner: int = 1  # members that axes inside of the data-parallel ones take, beside `size`
+    outer: int = 1  # the same outside
 
     __repr__ = short_repr
 

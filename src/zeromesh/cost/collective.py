@@ -41,22 +41,16 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "
 class CollectiveCost:
     """The cost of one collective when nothing else runs.
 
-    Args:
-        seconds: from its start to its end.
-        busy: (level index, seconds) that it keeps its share of the level's links busy; the links are a resource that
-            other communicators wait for or share.
-        sent_bytes: out of one rank, over all levels together.
-        busy_latency_s: how much longer its latency is while the device computes.
-        taken: of the device's rate of computation, while it runs.
-        memory_s: seconds of its bytes through the device's memory, at the rate that kernels reach there.
+    `busy` are (level index, seconds) that it keeps its share of the level's links busy; the links are a resource that
+    other communicators wait for or share.
     """
 
     seconds: float
     busy: tuple[tuple[int, float], ...] = ()
-    sent_bytes: float = 0.0
-    busy_latency_s: float = 0.0
-    taken: float = 0.0
-    memory_s: float = 0.0
+    sent_bytes: float = 0.0  # out of one rank, over all levels together
+    busy_latency_s: float = 0.0  # how much longer its latency is while the device computes
+    taken: float = 0.0  # share of the device's rate of computation, while it runs
+    memory_s: float = 0.0  # of its bytes through the device's memory, at the rate that kernels reach there
 
     @property
     def transfer_s(self) -> float:
@@ -112,18 +106,12 @@ FREE = CollectiveCost(seconds=0.0)
 def collective_cost(
     group: Group, operation: Operation, full_bytes: float, constants: Constants, *, algorithm: str = "flat"
 ) -> CollectiveCost:
-    """Cost of `operation` over `group`.
+    """Cost of `operation` over `group`; zero for a group of one.
 
     Args:
-        group: who takes part.
-        operation: its name.
         full_bytes: of the whole buffer on the wire: the result of a gather, the input of a reduction, one rank's
             share before an all-to-all, the message of a broadcast.
-        constants: of the cost model.
         algorithm: the collective, by its name in the notation.
-
-    Returns:
-        Zero for a group of one.
     """
     if full_bytes < 0:
         raise InternalError(f"a collective of {full_bytes} bytes")

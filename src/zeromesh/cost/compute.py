@@ -57,17 +57,11 @@ class UnitSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeModel:
-    """A device with the constants of its achievable rates.
-
-    Args:
-        device: peak, achievable rate, memory bandwidth.
-        constants: of the cost model.
-        dtype: of matrix products; None for the device's own choice.
-    """
+    """A device with the constants of its achievable rates."""
 
     device: Device
     constants: Constants
-    dtype: str | None = None
+    dtype: str | None = None  # of matrix products; None for the device's own choice
 
     @property
     def matrix_flops(self) -> float:
@@ -136,12 +130,9 @@ class ComputeModel:
         return 1 + self.constants.matmul_scale * (1 / rows + 1 / inner + 1 / outer) / 3
 
     def attention(self, flops: float, *, backward: bool = False, shape: tuple[float, float] | None = None) -> float:
-        """Seconds of fused attention that computes so many FLOPs, without those it skips.
+        """Seconds of fused attention that computes so many FLOPs of all heads and queries, without those it skips.
 
-        Args:
-            flops: of all heads and queries together.
-            backward: which pass.
-            shape: tokens that a query sees, and elements of a head, where they are known.
+        `shape`: tokens that a query sees, and elements of a head, where they are known.
         """
         constants = self.constants
         measured = self._kernel("attention", *shape) if shape else None

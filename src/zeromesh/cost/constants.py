@@ -22,66 +22,41 @@ from zeromesh.errors import InternalError
 class Constants:
     """Constants of this package's formulas beyond a cluster's description.
 
-    Args:
-        link_share: by kind of link, share of the nominal bandwidth that large messages reach.
-        size_scale_s, size_power: a transfer that takes t seconds at full rate takes `t * (1 + (scale / t)**power)` over
-            links inside a node; see `collective`.
-        launch_s: of any collective, before its first step.
-        tree_share: bandwidth of a tree all-reduce, of a ring's.
-        tree_step_share: latency of a step inside a node in a tree, of a ring's.
-        peer_s: latency per peer of an all-to-all.
-        matmul_share, matmul_backward_share: share of the device's achievable rate that large matrix products reach.
-        matmul_scale: dimension d at which a product of d x d x d loses a further three parts in four; see `compute`.
-        achievable_share: achievable rate of the peak, for a device without a measurement.
-        attention_forward_share, attention_backward_share: fused causal attention, of the achievable rate, counted on
-            the half of the scores that it computes.
-        flops_per_byte: peak FLOP/s per byte/s of memory bandwidth, for a device that states no bandwidth.
-        memory_share: share of the device's memory bandwidth that elementwise kernels reach.
-        traffic: bytes that elementwise kernels move in a forward, of `ActivationSpec.elementwise`.
-        optimizer_bytes: read and written by AdamW per element of the state shard.
-        node_channels, card_channels: of a collective inside a node, and for each network card; see `contention`.
-        channel_share: of a multiprocessor's computation, that a channel takes.
-        node_passes, card_passes: of sent bytes through a device's memory, inside a node and over a network.
-        multiprocessors: of a device that states none.
-        host_issue_s: of the host for a transfer of a unit; `simulator.clock` says when that is seen.
-        host_copy_bytes_per_s: between a device and its host's memory, in one direction.
-        host_memory_bytes_per_s: of a host's memory, as an optimizer's step there reaches it.
-        host_ahead_s: how far the host can issue ahead of the device.
-        context_bytes: of the driver's context and libraries.
-        communicator_bytes: of one communicator's buffers.
-        allocator_share: unusable share of the allocator's reserved memory.
+    A transfer that takes t seconds at full rate takes `t * (1 + (size_scale_s / t)**size_power)` over links inside a
+    node; see `collective`. Shares of matrix products and of fused causal attention are of the device's achievable rate,
+    attention's counted on the half of the scores that it computes.
     """
 
-    link_share: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())
+    link_share: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())  # by kind, for large messages
     size_scale_s: float
     size_power: float
-    launch_s: float
-    tree_share: float
-    tree_step_share: float
-    peer_s: float
-    matmul_share: float
+    launch_s: float  # of any collective, before its first step
+    tree_share: float  # bandwidth of a tree all-reduce, of a ring's
+    tree_step_share: float  # latency of a step inside a node in a tree, of a ring's
+    peer_s: float  # latency per peer of an all-to-all
+    matmul_share: float  # reached by large products
     matmul_backward_share: float
-    matmul_scale: float
-    achievable_share: float
+    matmul_scale: float  # dimension d at which a d x d x d product loses a further three parts in four; see `compute`
+    achievable_share: float  # achievable rate of the peak, for a device without a measurement
     attention_forward_share: float
     attention_backward_share: float
-    flops_per_byte: float
-    memory_share: float
-    traffic: float
-    optimizer_bytes: float
-    node_channels: float
-    card_channels: float
-    channel_share: float
-    node_passes: float
-    card_passes: float
-    multiprocessors: float
-    host_issue_s: float
-    host_copy_bytes_per_s: float
-    host_memory_bytes_per_s: float
-    host_ahead_s: float
-    context_bytes: float
-    communicator_bytes: float
-    allocator_share: float
+    flops_per_byte: float  # peak FLOP/s per byte/s of memory bandwidth, for a device that states no bandwidth
+    memory_share: float  # of the device's memory bandwidth, that elementwise kernels reach
+    traffic: float  # bytes that elementwise kernels move in a forward, of `ActivationSpec.elementwise`
+    optimizer_bytes: float  # read and written by AdamW per element of the state shard
+    node_channels: float  # of a collective inside a node; see `contention`
+    card_channels: float  # the same for each network card
+    channel_share: float  # of a multiprocessor's computation, that a channel takes
+    node_passes: float  # of sent bytes through a device's memory, inside a node
+    card_passes: float  # the same over a network
+    multiprocessors: float  # of a device that states none
+    host_issue_s: float  # of the host for a transfer of a unit; `simulator.clock` says when that is seen
+    host_copy_bytes_per_s: float  # between a device and its host's memory, in one direction
+    host_memory_bytes_per_s: float  # of a host's memory, as an optimizer's step there reaches it
+    host_ahead_s: float  # how far the host can issue ahead of the device
+    context_bytes: float  # of the driver's context and libraries
+    communicator_bytes: float  # of one communicator's buffers
+    allocator_share: float  # unusable share of the allocator's reserved memory
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "link_share", tuple(sorted(dict(self.link_share).items())))

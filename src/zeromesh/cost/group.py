@@ -23,25 +23,15 @@ from zeromesh.errors import InternalError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """One level as one group sees it.
+    """One level as one group sees it."""
 
-    Args:
-        level: index of the level in the cluster, 0 innermost.
-        size: members of this level among which the group has ranks, within one member of the next level.
-        rate_bytes_per_s: rate of this group out of one member, its share of the links included.
-        sharing: groups whose traffic leaves one member at once.
-        step_s: latency of one step over this level.
-        outer: whether the level joins nodes; inside one, message size matters more (see `collective`).
-        links: the level itself, which may have measured curves.
-    """
-
-    level: int
-    size: int
-    rate_bytes_per_s: float
-    sharing: int
-    step_s: float
-    outer: bool
-    links: Level = field(compare=False)
+    level: int  # index of the level in the cluster, 0 innermost
+    size: int  # members of this level among which the group has ranks, within one member of the next level
+    rate_bytes_per_s: float  # of this group out of one member, its share of the links included
+    sharing: int  # groups whose traffic leaves one member at once
+    step_s: float  # latency of one step over this level
+    outer: bool  # the level joins nodes; inside one, message size matters more (see `collective`)
+    links: Level = field(compare=False)  # may have measured curves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +42,8 @@ class Group:
 
     @classmethod
     def of(cls, cluster: Cluster, spans: Sequence[tuple[str, int]], constants: Constants) -> Group:
-        """The group that has `size` members on each named level of `cluster`; repeated names multiply.
-
-        Args:
-            cluster: already cut to the world in use.
-            spans: (level name, size).
-            constants: shares of nominal bandwidth.
-
-        Raises:
-            ClusterError: unknown level.
-        """
+        """The group that has `size` members on each named level of `cluster`, which is cut to the world in use;
+        repeated names multiply. ClusterError for an unknown level."""
         sizes = dict.fromkeys((level.name for level in cluster.levels), 1)
         for name, size in spans:
             sizes[cluster.level(name).name] *= size

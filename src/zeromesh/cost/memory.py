@@ -9,7 +9,6 @@ def overhead_bytes(constants: Constants, *, messages: bool, communicators: int, 
     """Bytes of a process on one device beside model state, buffers and activations.
 
     Args:
-        constants: of the cost model, which know devices with a driver; sources stand in `data/constants.toml`.
         messages: ranks exchange messages: then there is neither a context, nor do communicators hold buffers.
         communicators: process groups that have been used on the device.
         dynamic_bytes: allocated and freed in the course of a step (activations). Memory allocated once and kept loses

@@ -26,17 +26,11 @@ _COMPUTE_BYTES = 2  # a quantiser reads and writes 16-bit values
 
 @dataclass(frozen=True, slots=True)
 class TransferModel:
-    """A cluster with the constants, and a cache of answers: steps repeat few distinct transfers.
+    """A cluster with the constants, and a cache of answers: steps repeat few distinct transfers."""
 
-    Args:
-        cluster: cut to the world in use; its levels are the mesh axes by name.
-        constants: of the cost model.
-        compute: of the device, for the quantisers.
-    """
-
-    cluster: Cluster
+    cluster: Cluster  # cut to the world in use; its levels are the mesh axes by name
     constants: Constants
-    compute: ComputeModel
+    compute: ComputeModel  # for the quantisers
     _groups: dict[tuple[tuple[str, int], ...], Group] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
@@ -65,15 +59,7 @@ class TransferModel:
     def joint(
         self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, algorithm: str = "flat"
     ) -> CollectiveCost:
-        """One collective over the group of several axes.
-
-        Args:
-            axes: whose product is the group.
-            operation: its name.
-            numel: elements of the whole region.
-            wire: dtype on the wire.
-            algorithm: for groups that span several levels.
-        """
+        """One collective on a region of `numel` elements over the group of several axes."""
         key = (*((axis.mesh_axis, axis.size) for axis in axes), operation, numel, wire, algorithm)
         if key not in self._costs:
             if operation == "all_reduce" and self.cluster.device.cores is not None and wire not in SUMMED_NATIVELY:

@@ -38,10 +38,7 @@ def resize_mesh(mesh: Mapping[str, int], world: int, strategy: str | None) -> di
     >>> resize_mesh({"cluster": 4, "node": 8}, 24, "node=3,cluster=1")
     {'cluster': 3, 'node': 8}
 
-    Args:
-        mesh: sizes by axis name, outermost first.
-        world: number of ranks.
-        strategy: in the notation, or a preset's name; None if it is chosen after the mesh.
+    The strategy is in the notation, or a preset's name; None if it is chosen after the mesh.
 
     Raises:
         MeshError: the strategy fits no mesh of `world` ranks; says why the first does not fit.
@@ -147,23 +144,16 @@ class NonFinite:
     [Note: Batches] The batch of a step follows from its number and `left_out` alone. A roll back leaves out the batches
     since the checkpoint: the step after the checkpoint takes the batch behind the one that failed.
 
-    Args:
-        remedy: "stop" raises, "skip" leaves the optimizer step out, "rollback" loads the newest checkpoint.
-        most_in_a_row: such steps without a good one between them, at most.
-        most_in_all: such steps in the run, at most.
-        skipped: steps without an optimizer step so far.
-        rollbacks: checkpoints loaded again so far.
-        in_a_row: steps since the last good one.
-        left_out: batches that no step uses.
+    "stop" raises, "skip" leaves the optimizer step out, "rollback" loads the newest checkpoint.
     """
 
     remedy: Remedy = "stop"
-    most_in_a_row: int = 3
-    most_in_all: int = 20
-    skipped: int = 0
-    rollbacks: int = 0
-    in_a_row: int = 0
-    left_out: int = 0
+    most_in_a_row: int = 3  # such steps without a good one between them
+    most_in_all: int = 20  # such steps in the run
+    skipped: int = 0  # steps without an optimizer step so far
+    rollbacks: int = 0  # checkpoints loaded again so far
+    in_a_row: int = 0  # steps since the last good one
+    left_out: int = 0  # batches that no step uses
 
     def batch(self, step: int) -> int:
         """The batch of step 0, 1, ...: [Note: Batches]."""
@@ -174,10 +164,7 @@ class NonFinite:
         self.in_a_row = 0
 
     def judge(self, fault: str) -> Remedy:
-        """Counts a bad step.
-
-        Args:
-            fault: the step, and the number that was not finite.
+        """Counts a bad step; `fault` names it, and the number that was not finite.
 
         Raises:
             NonFiniteError: the remedy is to stop, or a bound is exceeded.

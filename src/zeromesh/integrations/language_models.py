@@ -66,14 +66,8 @@ def causal_language_model(
 
 @torch.no_grad()
 def continuation(model: Any, tokenizer: Tokenizer, prompt: str, most: int) -> str:
-    """The most likely continuation of `prompt`, of at most so many tokens; all ranks call it, and find the same.
-
-    Args:
-        model: sharded, with its `generate`; in evaluation mode.
-        tokenizer: of the model's tokens.
-        prompt: text to go on from.
-        most: tokens.
-    """
+    """The most likely continuation of `prompt`, of at most so many tokens, by a sharded model with its `generate`, in
+    evaluation mode; all ranks call it, and find the same."""
     start = tokenizer.encode([prompt.encode()])[0].tolist()
     inputs = torch.tensor([start[:-1] if start[-1] == tokenizer.end else start], device=model.device)
     found = model.generate(

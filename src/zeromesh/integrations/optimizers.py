@@ -13,10 +13,7 @@ from zeromesh.errors import OptimizerError
 
 
 def give_shards(optimizer: Optimizer, shards: MutableMapping[Tensor, Any]) -> None:
-    """Puts shards in the place of the parameters that they were made from.
-
-    Args:
-        shards: by parameter of a model before it was sharded, its shard.
+    """Puts shards in the place of the parameters that they were made from, by which they are given.
 
     Raises:
         OptimizerError: it has stepped already, or mixes the elements of a parameter.

@@ -117,19 +117,12 @@ def _engines(stages: Sequence[_PipelineStageBase], group: dist.ProcessGroup) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
-    """A weight that another stage may have too.
-
-    Args:
-        stage: its index.
-        name: of the parameter.
-        shape: of the whole of it.
-        embeds: it is an embedding's.
-    """
+    """A weight that another stage may have too."""
 
     stage: int
     name: str
-    shape: tuple[int, ...]
-    embeds: bool
+    shape: tuple[int, ...]  # of the whole of it
+    embeds: bool  # it is an embedding's
 
     def __str__(self) -> str:
         return f"{self.name} of stage {self.stage}"
@@ -179,12 +172,7 @@ def _has_tied(engine: Engine) -> bool:
 
 
 class _Backwards:
-    """In the place of a stage's `backward_maybe_with_nosync`.
-
-    Args:
-        engine: of its module, held weakly.
-        plain: the stage's own, which runs a whole backward.
-    """
+    """In the place of a stage's `backward_maybe_with_nosync`, the `plain` one, which runs a whole backward."""
 
     def __init__(self, engine: Engine, plain: Callable[..., Any]) -> None:
         self._engine = weakref.ref(engine)
@@ -204,12 +192,7 @@ class _Backwards:
 
 
 class _Weight:
-    """Stands for a leaf, which is usually closed, in torch's halves of a backward: [Note: Halves].
-
-    Args:
-        unit: whose leaf it is.
-        leaf: trained.
-    """
+    """Stands for a unit's trained leaf, which is usually closed, in torch's halves of a backward: [Note: Halves]."""
 
     requires_grad = True
 
@@ -234,17 +217,11 @@ class _Weight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
-    """The second half of a backward: [Note: Halves].
-
-    Args:
-        halves: the first.
-        groups: torch's.
-        weights: by the node where their gradient arrives.
-    """
+    """The second half of a backward, after the first `halves`: [Note: Halves]."""
 
     halves: list[Backward]
     groups: ParamGroups
-    weights: dict[Any, _Weight]
+    weights: dict[Any, _Weight]  # by the node where their gradient arrives
 
     def run(self, engine: Engine) -> None:
         engine.run_weights(self.halves, self._bring)

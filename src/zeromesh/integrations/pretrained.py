@@ -43,11 +43,8 @@ def with_blocks_only(sharding: Sharding, model: nn.Module) -> Sharding:
 
 
 def adapt(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Gives a model that has just been sharded its `save_pretrained` and `generate`.
-
-    Args:
-        dtype: of the files; None for those in which parameters compute.
-    """
+    """Gives a model that has just been sharded its `save_pretrained` and `generate`. Its files are in `dtype`; None for
+    the dtypes in which parameters compute."""
     if is_peft(model):
         give_method(model, "save_pretrained", functools.partial(_save_adapters, dtype=dtype))
         _keep_trainable(model)

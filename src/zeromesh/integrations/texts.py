@@ -88,14 +88,8 @@ def _rows(path: Path) -> Iterator[Any]:
 def read_tokens(
     files: Files, validation: Files, holdout: float, tokenizer: Tokenizer
 ) -> tuple[list[npt.NDArray[np.int32]], list[npt.NDArray[np.int32]]]:
-    """The tokens of each text to train on, and of each that is held out.
-
-    Args:
-        files: to train on, but for the fraction `holdout` of their texts.
-        validation: held out as a whole.
-        holdout: of the texts.
-        tokenizer: for all.
-    """
+    """The tokens of each text to train on, and of each that is held out: the fraction `holdout` of the texts in
+    `files`, and all in `validation`."""
     texts = chain(
         ((is_held_out(name, holdout), text) for name, text in read_texts(files)),
         ((True, text) for _, text in read_texts(validation)),
@@ -150,12 +144,8 @@ class Tokenizer:
         return str(self.library.decode(list(tokens), skip_special_tokens=True))
 
     def save_pretrained(self, name: str, directory: Path) -> None:
-        """Writes it for transformers.
-
-        Args:
-            name: as `make_tokenizer` takes it; of a directory the files are written again.
-            directory: receives it.
-        """
+        """Writes it for transformers. The name is as `make_tokenizer` takes it; if that is a directory, its files are
+        written again."""
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         if Path(name).is_dir():

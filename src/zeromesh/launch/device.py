@@ -61,10 +61,8 @@ def find_device(wanted: str, local_rank: int, local_world: int) -> tuple[torch.d
     A rank that sees one device takes it: `srun --gpus-per-task=1` and a CUDA_VISIBLE_DEVICES for each process show
     every rank its own. `agree_on_device` finds out whether it is.
 
-    Args:
-        wanted: "cpu", the type of an accelerator, or "auto" for the accelerator that there is; on an emulated cluster
-            the CPU, since devices that leaves share use no shaped link.
-        local_rank, local_world: on this machine.
+    `wanted` is "cpu", the type of an accelerator, or "auto" for the accelerator that there is; on an emulated cluster
+    the CPU, since devices that leaves share use no shaped link.
     """
     if wanted == "cpu" or (wanted == "auto" and "ZEROMESH_LAB" in os.environ):
         return CPU, Claim(type="cpu")

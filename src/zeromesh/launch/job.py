@@ -54,9 +54,6 @@ def make_job(task: str, options: Mapping[str, Any], *, local: bool = True, print
         options: keyword arguments, which JSON can hold.
         local: whether the ranks meet in a file; else at the address in their environment.
         prints: whether a rank that fails prints its traceback.
-
-    Raises:
-        ConfigError: the folder cannot be made.
     """
     job = {"task": task, "options": dict(options), "local": local, "prints": prints}
     with make_folder(json.dumps(job)) as directory:

@@ -75,7 +75,6 @@ def join_ranks(
     other ranks; one that says that others could not be reached is raised with the names of those that are missing.
 
     Args:
-        mesh: sizes by axis name, outermost first.
         store_file: where local processes meet; None takes torchrun's address from the environment.
         device: as `find_device` takes it.
         threads: of torch on the host; None divides this machine's cores among its ranks.
@@ -201,14 +200,8 @@ def collective(operation: str) -> Iterator[None]:
 
 
 def from_first(make: Callable[[], T], operation: str, *, at_work: bool = False) -> T:
-    """The result of `make` on rank 0, on every rank; collective.
-
-    Args:
-        at_work: `make` may take longer than a collective, up to `WORK_S`.
-
-    Raises:
-        InputError: on every rank, if `make` raises it or an OSError.
-    """
+    """The result of `make` on rank 0, on every rank; collective. InputError on every rank, if `make` raises it or an
+    OSError. `at_work`: it may take longer than a collective, up to `WORK_S`."""
     first, answer = dist.get_rank() == 0, [None, ""]
     store = PrefixStore("zeromesh/first", dist.distributed_c10d._get_default_store())  # torch has no public way to it
     try:

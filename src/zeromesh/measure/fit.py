@@ -40,17 +40,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A line through timings.
+    """A line through timings."""
 
-    Args:
-        line: through the medians of all rounds.
-        spread: of the longest messages' timings: half the distance between the quartiles, over the median.
-        disagreement: between the rates of the first and the second half of the rounds, over that of all.
-    """
-
-    line: Line
-    spread: float
-    disagreement: float
+    line: Line  # through the medians of all rounds
+    spread: float  # of the longest messages' timings: half the distance between the quartiles, over the median
+    disagreement: float  # between the rates of the first and the second half of the rounds, over that of all
 
     @property
     def trusted(self) -> bool:
@@ -76,10 +70,7 @@ class Fit:
 
 
 def fit(timings: Mapping[int, Sequence[float]]) -> Fit:
-    """Fits timings by size.
-
-    Args:
-        timings: seconds of each round, in their order, by bytes sent by one rank; at least two sizes and 4 rounds.
+    """Fits seconds of each round, in their order, by bytes sent by one rank; at least two sizes and 4 rounds.
 
     Raises:
         InputError: fewer.

@@ -31,11 +31,12 @@ from zeromesh.cost.compute import ComputeModel, causal_share
 from zeromesh.cost.constants import default_constants
 from zeromesh.launch.ranks import Ranks
 from zeromesh.measure.llama import Blocks
-from zeromesh.measure.machine import DTYPES, rates
+from zeromesh.measure.machine import rates
 from zeromesh.measure.work import Work
 from zeromesh.model.shape import KERNELS
 from zeromesh.model.spec import AttentionSpec, Recomputation
 from zeromesh.model.transformer import build
+from zeromesh.modules import DTYPES
 
 MOST_HOST_FLOPS = 4e10
 """Most FLOPs of a block's forward on processor cores: about a second of one core."""

@@ -81,16 +81,10 @@ def on_all_ranks(
     *,
     start: Callable[[tuple[str, ...]], Sequence[RankResult]] | None = None,
 ) -> Any:
-    """Runs `task` on every rank of `mesh`.
+    """Runs `task`, a "module:function", on every rank of `mesh`, with options that JSON can hold.
 
-    Args:
-        task: "module:function".
-        options: keyword arguments, which JSON can hold.
-        mesh: of all ranks.
-        start: runs a command on ranks that know where to meet; None: on this machine.
-
-    Returns:
-        Rank 0's result; None on the other ranks of a torchrun.
+    Without `start`, which runs a command on ranks that know where to meet, they are on this machine. Returns rank 0's
+    result, and None on the other ranks of a torchrun.
 
     Raises:
         InputError: the first rank that failed says that its input is wrong.

@@ -46,12 +46,7 @@ Parts = tuple[frozenset[int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Ranks in parts.
-
-    Args:
-        source: who says so, for the cluster file.
-        parts: of each rank, the part that it is in; equal means the same part.
-    """
+    """Ranks in parts, equal for ranks of one part; `source` says so, for the cluster file."""
 
     source: str
     parts: tuple[Hashable, ...]
@@ -68,13 +63,8 @@ class Partition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The levels of the launched ranks.
-
-    Args:
-        mesh: sizes by name, outermost first.
-        sources: where each comes from, by name.
-        missing: a sentence for each level that could not be found, and for each find that is no level.
-    """
+    """The levels of the launched ranks, as mesh: sizes by name, outermost first. `sources` tell where each comes from,
+    `missing` has a sentence for each level that could not be found, and for each find that is no level."""
 
     mesh: Mapping[str, int]
     sources: Mapping[str, str]
@@ -205,12 +195,8 @@ def _joined(members: Sequence[int], distances: Distances, threshold: float) -> P
 
 
 def levels_of(world: int, partitions: Sequence[Partition], *, node: int) -> Found:
-    """The mesh of all divisions that fit into each other.
-
-    Args:
-        world: ranks.
-        partitions: in the order in which they are believed; the first that says that some level is there is its source.
-        node: ranks that the level called `node` and those inside it join: a host's.
+    """The mesh of all divisions that fit into each other, in the order in which they are believed: the first that says
+    that some level is there is its source. The level called `node` and those inside it join the `node` ranks of a host.
     """
     sources: dict[int, Partition] = {}
     missing = []

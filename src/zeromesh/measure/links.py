@@ -52,13 +52,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    """One operation at one size, which a round times.
-
-    Args:
-        operation, sent_bytes: its name, and how much one rank sends.
-        call: does it once.
-        repeats: calls in a sample.
-    """
+    """One operation at one size (`sent_bytes` by one rank), which a round times by so many repeats of `call`."""
 
     operation: str
     sent_bytes: int
@@ -67,20 +61,16 @@ class _Sample:
 
 
 def measure_links(ranks: Ranks, *, rounds: int, seconds: float, patience: float = PATIENCE) -> dict[str, Any]:
-    """A task of `launch`.
+    """A task of `launch`: by level, innermost first, timings in seconds by operation and bytes sent, alone and beside
+    computation, and processor seconds per byte.
 
     Args:
-        ranks: all of them.
         rounds: samples of each size.
         seconds: for each level, about.
         patience: how many times as long a round may take, since messages have to be long enough.
 
     Raises:
         MeasurementError: on all ranks; it would take longer.
-
-    Returns:
-        By level, innermost first: timings in seconds by operation and bytes sent, alone and beside computation, and
-        processor seconds per byte.
     """
     layout = Layout.of(",".join(f"{name}=3" for name, _ in mesh_axes(ranks.mesh, ())), mesh_axes(ranks.mesh, ()))
     groups = make_groups(ranks.mesh, layout.axes)

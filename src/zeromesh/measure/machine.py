@@ -12,14 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeromesh import modules
 from zeromesh.comm.host import HostArena
 from zeromesh.cost.constants import default_constants
 from zeromesh.files import machine_id, usable_cores
 from zeromesh.launch.device import device_name
 from zeromesh.launch.ranks import Ranks
 from zeromesh.measure.setting import processor_name
+from zeromesh.measure.work import DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SAMPLE_S = 0.3
 _STEPPED, _STEPPED_HERE = 128 << 20, 8 << 20
 """Elements of the optimizers' steps of a machine with devices, and of a rank without: more than caches hold, which on
@@ -39,7 +40,7 @@ def measure_machine(ranks: Ranks) -> dict[str, Any]:
     memory = _host_memory() / here if ranks.on_cpu else device.get_device_properties(ranks.device).total_memory
     copies = _copy_rates(ranks)
     host_copies = {} if ranks.on_cpu else _host_copy_rates(ranks)
-    products = {name: _product_rates(ranks, dtype) for name, dtype in DTYPES.items()}
+    products = {name: _product_rates(ranks, modules.DTYPES[name]) for name in DTYPES}
     figure = statistics.mean if ranks.on_cpu else min
     return {
         "name": f"{processor_name()}, {torch.get_num_threads()} thread(s)"

@@ -16,13 +16,8 @@ from zeromesh.files import machine_id
 
 
 def require_places(mesh: Mapping[str, int], store: Store, rank: int, world: int, *, machine: str | None = None) -> None:
-    """Compares the ranks' meshes with each other and with where the ranks are; collective.
-
-    Args:
-        mesh: sizes by axis name, outermost first, as this rank has it.
-        store: that all ranks see, of this start alone.
-        rank, world: this rank, and how many there are.
-        machine: that this rank is on; None: this one.
+    """Compares the ranks' meshes, sizes by axis name, outermost first, with each other and with the machines that the
+    ranks are on; collective, over a store of this start alone.
 
     Raises:
         MeshError: on every rank.
@@ -49,12 +44,8 @@ def _other_mesh(meshes: Sequence[Sequence[Sequence[object]]]) -> str:
 
 
 def wrong_order(mesh: Mapping[str, int], machines: Sequence[str]) -> str:
-    """The error if an axis joins machines while an outer one joins ranks of a machine; empty if there is none.
-
-    Args:
-        mesh: sizes by axis name, outermost first.
-        machines: of each rank, in the mesh's order.
-    """
+    """The error if an axis joins machines, given by rank, while an outer one joins ranks of a machine; empty if there
+    is none."""
     joins: dict[str, set[bool]] = defaultdict(set)
     inner_first = list(mesh.items())[::-1]
     for index, (name, size) in enumerate(inner_first):

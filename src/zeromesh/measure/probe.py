@@ -30,24 +30,15 @@ SECONDS_PER_LEVEL = 12.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelProbe:
-    """One level as measured, a rank's own view of it.
-
-    Args:
-        name, size: of the level.
-        fits: of our all-gather, reduce-scatter and all-reduce, by bytes sent by one rank.
-        host_s_per_byte: processor seconds for each byte sent; None where the device has no part in it.
-        host_call_s: processor seconds of a collective besides.
-        busy_latency_s: of a whole short collective while the ranks compute; None likewise.
-        curves: medians of timings, alone and beside computation, by bytes sent by one rank.
-    """
+    """One level as measured, a rank's own view of it."""
 
     name: str
     size: int
-    fits: Mapping[str, Fit]
-    host_s_per_byte: float | None
-    host_call_s: float
-    busy_latency_s: float | None
-    curves: tuple[Curve, ...] = ()
+    fits: Mapping[str, Fit]  # of our all-gather, reduce-scatter and all-reduce, by bytes sent by one rank
+    host_s_per_byte: float | None  # processor seconds for each byte sent; None where the device has no part in it
+    host_call_s: float  # processor seconds of a collective besides
+    busy_latency_s: float | None  # of a whole short collective while the ranks compute; None likewise
+    curves: tuple[Curve, ...] = ()  # medians of timings, alone and beside computation, by bytes sent by one rank
 
     @property
     def bytes_per_s(self) -> float:
@@ -95,25 +86,21 @@ def probe(
     seconds: float = SECONDS_PER_LEVEL,
     work: Work | None = None,
 ) -> Probe | None:
-    """Measures the ranks of `mesh`.
+    """Measures the ranks of `mesh`; None on ranks of a torchrun other than the first.
 
     Args:
         mesh: sizes by level, outermost first; None: the levels that the ranks find (`levels.find_levels`).
         ranks: how many there are, where there is no mesh.
-        name: of the cluster.
         rounds: timings of each size; at least 4.
         seconds: for each level, about.
         work: of a model, at whose shapes the devices are measured.
-
-    Returns:
-        The probe; None on ranks of a torchrun other than the first.
 
     Raises:
         MeasurementError: too few rounds, or no time.
     """
     started = mesh or {"node": ranks}
     require_patience(rounds, seconds)
-    works = [] if work is None else [work.to_json()]
+    works = [] if work is None else [asdict(work)]
     options = {"rounds": rounds, "seconds": seconds, "find": mesh is None, "works": works}
     raw = on_all_ranks("zeromesh.measure.probe:measure", options, started)
     return None if raw is None else from_raw(raw, started, name)
@@ -136,14 +123,8 @@ def measure(
     find: bool = False,
     works: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The task of every rank.
-
-    Args:
-        ranks: all of them.
-        rounds, seconds, patience: as `measure_links` has them.
-        find: levels, rather than take the mesh's.
-        works: of models, at whose shapes devices are measured.
-    """
+    """The task of every rank, as `measure_links` has it: to `find` levels rather than take the mesh's, and to measure
+    devices at the shapes of models' works."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from zeromesh.measure.kernels import measure_kernels

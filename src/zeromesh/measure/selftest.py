@@ -50,13 +50,7 @@ SLOW = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One line of the result.
-
-    Args:
-        name: of the check.
-        status: "ok", "failed", or "look": unlikely, and not a reason to fail.
-        detail: figures, in words.
-    """
+    """One line of the result; its status is "ok", "failed", or "look": unlikely, and not a reason to fail."""
 
     name: str
     status: str
@@ -65,15 +59,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """All that a bug report needs.
-
-    Args:
-        environment: versions, devices, mesh.
-        checks: in the order in which they were made.
-        seconds: in all.
-        cluster: the probed cluster file's text; empty on a single rank.
-        raw: figures behind the checks.
-    """
+    """All that a bug report needs: versions and devices, the checks as they were made, the probed cluster file's text
+    (empty on a single rank), and figures behind the checks."""
 
     environment: Mapping[str, Any]
     checks: tuple[Check, ...]
@@ -103,15 +90,8 @@ def strategies(mesh: Mesh) -> dict[str, str]:
 
 
 def selftest(mesh: Mesh, output: Path, *, steps: int = 6) -> Result | None:
-    """Runs all checks on the ranks of `mesh`.
-
-    Args:
-        mesh: of all ranks.
-        output: the result file.
-        steps: timed with each strategy.
-
-    Returns:
-        The result; None on ranks of a torchrun other than the first.
+    """Runs all checks on the ranks of `mesh`, with so many timed steps of each strategy, and writes the result file;
+    None on ranks of a torchrun other than the first.
 
     Raises:
         InputError: the file cannot be written, or the mesh is not that of the ranks.
@@ -238,7 +218,7 @@ def _work(ranks: Ranks, mesh: Mesh, steps: int, found: dict[str, Any]) -> Iterat
             yield name, partial(_judge, name, look, found["checks"])
     timed = SHARE not in os.environ  # ranks that share a device wait for each other
     if timed and ranks.world > 1:
-        works = [_timed_batch().work.to_json()]
+        works = [asdict(_timed_batch().work)]
         patient = partial(measure, ranks, rounds=8, seconds=6.0, patience=math.inf, works=works)
         yield "links", lambda: found.update(probe=patient())
     for text in list(layouts.values())[-3:] if timed and ranks.world > 1 else []:

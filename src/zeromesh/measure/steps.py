@@ -28,20 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One rank's batch of a step.
+    """One rank's batch of a step."""
 
-    Args:
-        model: a name of `shapes.SHAPES`.
-        dtype: of compute and of both wires; masters and sums are fp32.
-        sequences, tokens: of one micro-batch.
-        micro_batches: of a step.
-    """
-
-    model: str = "7M"
-    dtype: str = "fp32"
-    sequences: int = 2
+    model: str = "7M"  # a name of `shapes.SHAPES`
+    dtype: str = "fp32"  # of compute and of both wires; masters and sums are fp32
+    sequences: int = 2  # of one micro-batch
     tokens: int = 64
-    micro_batches: int = 1
+    micro_batches: int = 1  # of a step
 
     def __post_init__(self) -> None:
         if self.model not in SHAPES:
@@ -67,13 +60,7 @@ class Batch:
 
 
 class Training:
-    """The model of a batch, sharded, and its steps on this rank.
-
-    Args:
-        ranks: all of them.
-        batch: model and micro-batches.
-        strategy: how it is sharded.
-    """
+    """The model of a batch, sharded, and its steps on this rank."""
 
     def __init__(self, ranks: Ranks, batch: Batch, strategy: str) -> None:
         import torch
@@ -128,12 +115,8 @@ class Training:
 def measure_round(
     training: Training, *, steps: int, recorded: int, mark: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """Measures steps of a model that has taken at least one, in which the engine has learnt the order of its units.
-
-    Args:
-        training: on every rank.
-        steps, recorded: how many are timed, and recorded after them.
-        mark: called before and after all of them, while no step is under way.
+    """Measures steps of a model that has taken at least one, in which the engine has learnt the order of its units:
+    so many are timed, and so many recorded after them; `mark` is called before and after all, while none is under way.
 
     Returns:
         Seconds of each timed step, waits of each recorded one and bytes that a rank sends by axis (all means over the

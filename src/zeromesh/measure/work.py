@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from zeromesh.errors import InputError, one_of
@@ -24,29 +23,19 @@ MOST_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Shapes of one micro-batch.
-
-    Args:
-        name: of the model.
-        dtypes: to measure.
-        sequences, tokens: of a micro-batch, and of a sequence.
-        hidden, ffn, heads, head_dim: of a block; elementwise kernels are measured on a Llama's with these.
-        products: (rows of a token, inner, outer) of all products.
-        elements: of all parameters.
-        kernels: of that Llama's blocks; one of `MEASURED`.
-    """
+    """Shapes of one micro-batch of a model; elementwise kernels are measured on a Llama's blocks of the same sizes."""
 
     name: str
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # to measure
     sequences: int
-    tokens: int
+    tokens: int  # of a sequence
     hidden: int
     ffn: int
     heads: int
     head_dim: int
-    products: tuple[tuple[float, int, int], ...]
-    elements: int
-    kernels: str = "eager"
+    products: tuple[tuple[float, int, int], ...]  # (rows of a token, inner, outer) of all products
+    elements: int  # of all parameters
+    kernels: str = "eager"  # of that Llama's blocks; one of `MEASURED`
 
     @classmethod
     def of(cls, spec: ModelSpec, *, dtypes: Sequence[str], sequences: int, tokens: int, kernels: str = "eager") -> Self:
@@ -107,14 +96,10 @@ class Work:
         """The same with fewer tokens, so that the forward of a block takes no more FLOPs than that."""
         total = max(1, min(self.sequences * self.tokens, int(most_flops / (2 * self.block_params))))
         tokens = min(self.tokens, total)
-        return type(self).from_json(self.to_json() | {"tokens": tokens, "sequences": max(1, total // tokens)})
-
-    def to_json(self) -> dict[str, Any]:
-        """As it comes back from a file."""
-        text: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return text
+        return replace(self, tokens=tokens, sequences=max(1, total // tokens))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `asdict`, whose tuples JSON makes lists."""
         lists = {"dtypes": tuple(data["dtypes"]), "products": tuple(tuple(one) for one in data["products"])}
         return cls(**(dict(data) | lists))

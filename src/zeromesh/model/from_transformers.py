@@ -31,14 +31,8 @@ HEADS = (AutoModelForSeq2SeqLM, AutoModelForMaskedLM, AutoModelForCausalLM)
 def from_architecture(
     config: Mapping[str, Any], *, name: str, where: str, seq_len: int | None, dtype: str = "bf16"
 ) -> ModelSpec:
-    """The model that a config, already read, describes, with the head that it is trained with, where it has one.
-
-    Args:
-        config: with `model_type`.
-        name: of the model.
-        where: opens messages.
-        seq_len: tokens in the sequence that it is run on.
-        dtype: of compute and activations.
+    """The model that a config, already read, with its `model_type`, describes, with the head that it is trained with,
+    where it has one. It is run on a sequence of `seq_len` tokens; `where` opens messages.
 
     Raises:
         ModelError: transformers does not know the type, cannot build it, or it does not run on token ids.

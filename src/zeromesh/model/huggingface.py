@@ -22,12 +22,8 @@ Config = Mapping[str, Any]
 
 
 def read_config(path: Path, *, seq_len: int | None = None, dtype: str = "bf16") -> ModelSpec:
-    """The model that a `config.json` describes.
-
-    Args:
-        path: of the file.
-        seq_len: of the input on which a model that has no reader here is run, which needs it.
-        dtype: of compute and activations.
+    """The model that a `config.json` describes. One that has no reader here is run on an input of `seq_len` tokens, and
+    needs it.
 
     Raises:
         ModelError: no such file, not JSON, a missing or invalid key, or a `model_type` that is not read here and that
@@ -55,11 +51,6 @@ def read_config(path: Path, *, seq_len: int | None = None, dtype: str = "bf16") 
 
 def from_config(config: Config, *, name: str, where: str = "config", dtype: str = "bf16") -> ModelSpec:
     """The model that a config, already read, describes; see `read_config`."""
-    return build(shape_from_config(config, name=name, where=where), dtype=dtype)
-
-
-def shape_from_config(config: Config, *, name: str, where: str = "config") -> TransformerShape:
-    """The shape that a config describes."""
     model_type = config.get("model_type")
     if model_type is None:
         raise ModelError(f"{where}: key model_type is required; known: {', '.join(_FIELDS)}")
@@ -72,7 +63,8 @@ def shape_from_config(config: Config, *, name: str, where: str = "config") -> Tr
     fields = {field: keys[key] for field, key in _FIELDS[model_type].items() if keys[key] is not None}
     bits = _code_bits(config, where)
     biased = model_type == "qwen2" or fields.pop("qkv_bias", False)
-    return TransformerShape(name=name, family="llama", source=where, code_bits=bits, qkv_bias=biased, **fields)
+    shape = TransformerShape(name=name, family="llama", source=where, code_bits=bits, qkv_bias=biased, **fields)
+    return build(shape, dtype=dtype)
 
 
 def _code_bits(config: Config, where: str) -> int:

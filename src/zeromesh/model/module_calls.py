@@ -113,15 +113,11 @@ def _cast_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: boo
 
 @contextmanager
 def as_on_an_accelerator(values: KnownValues, dtype: torch.dtype, count: Callable[[], None]) -> Iterator[None]:
-    """Makes fake tensors on a CPU behave as a real run on an accelerator.
+    """Makes fake tensors on a CPU behave as a real run of a module in `dtype` on an accelerator; calls `count` at each
+    call of an operation.
 
     transformers cannot see in them that a batch holds no packed sequences, and would build a causal mask that a real
     run leaves out; so it is told.
-
-    Args:
-        values: of fake tensors, as far as they are known; learns of assumptions.
-        dtype: of the module.
-        count: called at each call of an operation.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
     with ExitStack() as stack:

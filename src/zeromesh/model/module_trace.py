@@ -20,7 +20,7 @@ from zeromesh.errors import ModelError
 from zeromesh.model.module_calls import as_on_an_accelerator
 from zeromesh.model.module_flops import flops_of
 from zeromesh.model.module_units import CutUnit
-from zeromesh.model.module_values import KnownValues, place_of
+from zeromesh.model.module_values import KnownValues, named_arguments, place_of
 from zeromesh.model.spec import UnitKind
 from zeromesh.modules import clean_name
 
@@ -70,15 +70,10 @@ class StepByStep(Exception):  # a question for a shorter sequence, and no error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Most:
-    """Operations of a forward, of which more raise StepByStep.
+    """Operations of a forward, of which more raise StepByStep; None for any number."""
 
-    Args:
-        every: of all modules.
-        own: of one call of a module, without its children's; None for any number.
-    """
-
-    every: int
-    own: int | None = None
+    every: int  # of all modules
+    own: int | None = None  # of one call of a module, without its children's
 
 
 @dataclass(slots=True)
@@ -134,7 +129,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func.overloadpacket is _GROUPED:
-            out = _grouped(**_named(func, args, kwargs or {}))
+            out = _grouped(**named_arguments(func, args, kwargs or {}))
         else:
             out = self.values.run(func, args, kwargs or {})
         self._every += 1
@@ -179,7 +174,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         trace.forward_flops += flops
         part: Product | AttentionTrace | None = None
         if packet in _ATTENTION:
-            part = self._note_attention(_named(func, args, kwargs), out, flops)
+            part = self._note_attention(named_arguments(func, args, kwargs), out, flops)
         elif packet is _GROUPED:
             experts, inner, outer = args[1].shape
             part = self._add_product(args[0].shape[0] / experts, inner, outer, experts, out, args[1])
@@ -327,10 +322,8 @@ def trace(
 ) -> dict[str, UnitTrace]:
     """One forward and backward of `module` on `inputs`, inside a FakeTensorMode.
 
-    Args:
-        values: of fake tensors, as far as they are known; learns those of `inputs` and of results.
-        inputs: by keyword, and "*" for a tuple of positional ones; of those that are no fake tensors the values count.
-        most: operations that it may run; None for any number.
+    Inputs are by keyword, and "*" is a tuple of positional ones; of those that are no fake tensors the values count.
+    `values` learns theirs and those of results. Without `most` any number of operations may run.
 
     Raises:
         ModelError: the module cannot run on fake tensors, or gives nothing that a loss could be made of.
@@ -383,10 +376,6 @@ def _grouped(self: Tensor, mat2: Tensor, offs: Tensor | None = None, **others: A
     if self.ndim == 2 and mat2.ndim == 2 and offs is not None:
         return self.new_empty(offs.shape[0], self.shape[0], last)
     return self.new_empty(*(self.shape[:-1] if self.ndim == 2 or mat2.ndim == 3 else self.shape[1:-1]), last)
-
-
-def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
 
 
 def _drop_gradient(parameter: Tensor) -> None:

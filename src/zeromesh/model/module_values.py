@@ -151,8 +151,7 @@ class KnownValues:
         places = out if which is None else out[which] if isinstance(out, tuple | list) else None
         if not isinstance(places, FakeTensor) or places.numel() > LARGEST:
             return
-        named = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | dict(kwargs)
-        dim = named.get("dim", -1)
+        dim = named_arguments(func, args, kwargs).get("dim", -1)
         choices = args[0].shape[dim] if dim is not None else args[0].numel()
         # a reduction over a dimension leaves the others' order as it is
         last = places.movedim(dim, -1).shape if places.ndim == args[0].ndim and places.ndim else places.shape
@@ -161,6 +160,10 @@ class KnownValues:
             value = (torch.arange(places.numel()) * apart).long().remainder(max(1, choices)).reshape(last)
             value = value.movedim(-1, dim) if places.ndim == args[0].ndim and places.ndim else value
         self.learn(places, value)
+
+
+def named_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | dict(kwargs)
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__

@@ -141,43 +141,32 @@ _MOST = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
-    """A decoder-only transformer.
-
-    Args:
-        max_positions: learned positions, 0 if positions are rotary or ALiBi.
-        ffn: inner size of the feed-forward network (of one expert).
-        gated: three feed-forward weights (SwiGLU) instead of two.
-        fused_attention: False where the implementation itself writes the scores out.
-        experts: 0 for a dense feed-forward network.
-        activation_saves: copies of the inner activation that the activation function keeps beside its result.
-        dropouts_per_block: hidden-sized dropout masks in a block.
-        code_bits: of the blocks' matrices, where they are frozen codes; 0 where they are not.
-    """
+    """A decoder-only transformer."""
 
     name: str
     family: str
     hidden: int
     layers: int
     heads: int
-    ffn: int
+    ffn: int  # inner size of the feed-forward network (of one expert)
     vocab: int
     kv_heads: int = 0
     head_dim: int = 0
-    max_positions: int = 0
+    max_positions: int = 0  # learned positions, 0 if positions are rotary or ALiBi
     tied: bool = False
-    gated: bool = True
+    gated: bool = True  # three feed-forward weights (SwiGLU) instead of two
     rms_norm: bool = True
     norm_bias: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    experts: int = 0
+    experts: int = 0  # 0 for a dense feed-forward network
     experts_per_token: int = 0
     window: int | None = None
-    fused_attention: bool = True
-    activation_saves: float = 1.0
-    dropouts_per_block: int = 0
-    code_bits: int = 0
+    fused_attention: bool = True  # False where the implementation itself writes the scores out
+    activation_saves: float = 1.0  # copies of the inner activation that its function keeps beside its result
+    dropouts_per_block: int = 0  # hidden-sized dropout masks in a block
+    code_bits: int = 0  # of the blocks' matrices, where they are frozen codes; 0 where they are not
     source: str = ""
 
     def __post_init__(self) -> None:

@@ -187,22 +187,13 @@ class ActivationSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveSpec:
-    """A collective inside of a unit, for which its computation waits.
+    """A collective inside of a unit, for which its computation waits."""
 
-    Args:
-        axis: whose ranks: tp, cp, ep or pp.
-        operation: as the cost model calls it; a message to the next rank is a broadcast to it.
-        elements: of the whole buffer, per token of this rank.
-        backward: it belongs to the backward, not to the forward.
-        kept: selective recomputation keeps its result.
-        times: how often.
-    """
-
-    axis: str
-    operation: str
-    elements: float
-    backward: bool = False
-    kept: bool = False
+    axis: str  # tp, cp, ep or pp
+    operation: str  # as the cost model calls it; a message to the next rank is a broadcast to it
+    elements: float  # of the whole buffer, per token of this rank
+    backward: bool = False  # it belongs to the backward, not to the forward
+    kept: bool = False  # selective recomputation keeps its result
     times: int = 1
 
 

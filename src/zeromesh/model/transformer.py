@@ -48,14 +48,8 @@ _FP32 = 4
 def build(
     shape: TransformerShape, *, dtype: str = "bf16", kernels: Kernels = EAGER, parallel: Parallel = WHOLE
 ) -> ModelSpec:
-    """The units of a transformer.
-
-    Args:
-        dtype: of compute and activations.
-        kernels: which operations are fused.
-        parallel: its tp and ep, by whose degrees the shape divides: the units are one rank's part of it, with the
-            collectives of these two ([Note: Tensor parallel]).
-    """
+    """The units of a transformer that computes in `dtype`: one rank's part of it, with the collectives of tp and ep
+    ([Note: Tensor parallel]), by whose degrees the shape divides."""
     width, whole, tp = DTYPE_BYTES[dtype], shape, parallel.tp
     shape = replace(
         shape, heads=shape.heads // tp, kv_heads=shape.kv_heads // tp, ffn=shape.ffn // tp, vocab=shape.vocab // tp

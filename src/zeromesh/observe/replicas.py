@@ -47,21 +47,13 @@ Named = tuple[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Something that this rank holds and others must hold too.
-
-    Args:
-        unit: its name.
-        name: for messages.
-        home: where its layout is.
-        axes: over which it is the same.
-        parts: its tensors by name, the same names in the same order on every rank.
-    """
+    """Something that this rank holds and others must hold too."""
 
     unit: str
-    name: str
+    name: str  # for messages
     home: Home
-    axes: tuple[Axis, ...]
-    parts: Callable[[], Iterable[Named]]
+    axes: tuple[Axis, ...]  # over which it is the same
+    parts: Callable[[], Iterable[Named]]  # its tensors, the same names in the same order on every rank
 
 
 def check_replicas(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = ()) -> None:

@@ -147,16 +147,9 @@ def _element_states(optimizer: torch.optim.Optimizer, param: Tensor) -> list[Ten
 def _state_bytes(optimizer: torch.optim.Optimizer, group: int, like: ShardedParameter, grad_dtype: torch.dtype) -> int:
     """Bytes that `optimizer` keeps for each element of a parameter, from no state that it has.
 
-    Its like, with the same options but neither states nor hooks, steps once on a parameter of a few elements.
-
-    Args:
-        optimizer: not changed.
-        group: index of the group whose options count.
-        like: a parameter of that group: dtype and device.
-        grad_dtype: of the gradient, in which some states are kept (SGD's momentum).
-
-    Raises:
-        OptimizerError: the optimizer is refused anyway, since it is not elementwise.
+    Its like, with the same options but neither states nor hooks, steps once on a parameter of a few elements, with the
+    options of the group of that index. Some states are kept in the gradient's dtype (SGD's momentum). OptimizerError
+    for an optimizer that is refused anyway, since it is not elementwise.
     """
     shape = torch.Size([_TRIAL_NUMEL])
     elements = Elements(shape=shape, name=like.full_name, region=Region.whole(shape), start=0, numel=_TRIAL_NUMEL)

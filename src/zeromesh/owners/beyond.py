@@ -25,28 +25,16 @@ from zeromesh.strategy import Axis, Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beyond:
-    """Among which ranks the tensors of one optimizer are owned.
-
-    Args:
-        layout: of all of them.
-        axes: of `layout`, those that the tensors are divided over before they are sharded.
-        groups: by the same, torch's.
-        stacking: which dimensions of a tensor the class sees: a tensor divided over others is whole for it.
-    """
+    """Among which ranks the tensors of one optimizer are owned."""
 
     layout: Layout
-    axes: tuple[Axis, ...]
-    groups: tuple[dist.ProcessGroup, ...]
-    stacking: Stacking
+    axes: tuple[Axis, ...]  # of `layout`, those that the tensors are divided over before they are sharded
+    groups: tuple[dist.ProcessGroup, ...]  # by the same
+    stacking: Stacking  # a tensor divided over dimensions that the class does not see is whole for it
 
     @classmethod
     def of(cls, engine: Engine, home: Home, places: Iterable[ParamRange], stacking: Stacking) -> Beyond:
-        """Those of tensors of one layout. All ranks call this alike: they make communicators.
-
-        Args:
-            home: of the layout.
-            places: of the tensors.
-        """
+        """Those of tensors of one layout. All ranks call this alike: they make communicators."""
         names: dict[tuple[int, ...], str] = {}
         for spread, dims in (_crossed(place, stacking) for place in places):
             for dim in dims:

@@ -38,19 +38,14 @@ AxisJob = tuple[str, Job]
 class Member:
     """One tensor of a bucket.
 
-    Args:
-        param: this rank's slice.
-        shape: of the tensor.
-        whole: the tensor that the owner's optimizer steps on; without memory until the first step. None on other ranks.
-        parts: of the tensor on all ranks.
-        grad_itemsize: bytes of an element of its gradient.
+    `whole` is the tensor that the owner's optimizer steps on; without memory until the first step. None on other ranks.
     """
 
-    param: ShardedParameter
-    shape: tuple[int, ...]
+    param: ShardedParameter  # this rank's slice
+    shape: tuple[int, ...]  # of the tensor
     grad_itemsize: int
     whole: nn.Parameter | None
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...]  # of the tensor on all ranks
 
     @property
     def numel(self) -> int:
@@ -81,29 +76,17 @@ GRADIENT, VALUES = 0, 1
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class OwnedBucket:
-    """A bucket on this rank.
+    """A bucket on this rank."""
 
-    Args:
-        optimizer: over the tensors that this rank owns.
-        members: all tensors of the bucket, the same on all ranks.
-        rank: this one, among those that hold one copy of the states.
-        groups: by axis that is crossed, outermost first.
-        strides: by the same: distance between neighbours' numbers, and how many there are.
-        stacking: how tensors are laid together for the optimizer.
-        device: that messages are sent from, and tensors stepped on.
-        act: called with the optimizer in the place of a step; None for the step.
-        room_bytes: that the last step has taken.
-    """
-
-    optimizer: Optimizer
-    members: Sequence[Member]
-    rank: int
-    groups: Mapping[str, AxisGroup]
-    strides: Mapping[str, tuple[int, int]]
+    optimizer: Optimizer  # over the tensors that this rank owns
+    members: Sequence[Member]  # all tensors of the bucket, the same on all ranks
+    rank: int  # this one, among those that hold one copy of the states
+    groups: Mapping[str, AxisGroup]  # by axis that is crossed, outermost first
+    strides: Mapping[str, tuple[int, int]]  # by the same: distance between neighbours' numbers, and how many there are
     stacking: Stacking
-    device: torch.device
-    act: Callable[[Optimizer], object] | None = None
-    room_bytes: int = 0
+    device: torch.device  # that messages are sent from, and tensors stepped on
+    act: Callable[[Optimizer], object] | None = None  # called with the optimizer in the place of a step
+    room_bytes: int = 0  # that the last step has taken
     _moving: list[Member] = field(default_factory=list)
     _here: dict[Member, tuple[Tensor, Tensor]] = field(default_factory=dict)  # gradient and values of slices, here
     _held: Held = field(default_factory=dict)

@@ -26,15 +26,10 @@ from zeromesh.errors import OptimizerError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stacking:
-    """How tensors are stacked to be stepped on at once.
+    """How tensors are stacked to be stepped on at once."""
 
-    Args:
-        alike: tensors of one shape are.
-        dims: that the class sees, the last ones; a tensor of more is a stack by itself. None: it sees all.
-    """
-
-    alike: bool = False
-    dims: int | None = None
+    alike: bool = False  # tensors of one shape are
+    dims: int | None = None  # that the class sees, the last ones; a tensor of more is a stack. None: it sees all
 
     def __post_init__(self) -> None:
         if self.dims is not None and self.dims < 1:
@@ -215,10 +210,7 @@ def _put_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 def require_stackable(kind: type[Optimizer], items: Sequence[Tensor], options: Mapping[str, Any]) -> None:
     """Raises OptimizerError where the class cannot step on a stack.
 
-    Args:
-        kind: the optimizer's class.
-        items: small tensors of all numbers of dimensions that it will see.
-        options: for `kind`.
+    `items` are small tensors of all numbers of dimensions that it will see.
     """
     for item in items:
         params = [nn.Parameter(item.clone()) for _ in range(2)]

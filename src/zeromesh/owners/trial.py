@@ -31,10 +31,7 @@ def require_tensorwise(kind: type[Optimizer], like: Sequence[Tensor], options: M
     and keeps for all tensors, in a group's options or as its own, may show later than a trial lasts
     (D-Adaptation, arXiv 2301.07733: after 2 to 32 steps): they are looked at directly.
 
-    Args:
-        kind: the optimizer's class.
-        like: small tensors, of all numbers of dimensions that it will see.
-        options: for `kind`.
+    `like` are small tensors, of all numbers of dimensions that it will see.
     """
     if any(base.__name__ in MIXING and base.__module__.startswith("torch.optim") for base in kind.__mro__):
         raise _mixes(kind)
@@ -110,13 +107,8 @@ def trial_state_bytes(
 ) -> int:
     """Bytes that the class keeps for a tensor once it has stepped on it, numbers aside.
 
-    On torch's meta device, which takes no memory; a class that looks at values is tried on the tensor's own.
-
-    Args:
-        like: its shape, dtype and device.
-        grad_dtype: of its gradient.
-        group: options of its group.
-        options: for `kind`.
+    On torch's meta device, which takes no memory; a class that looks at values is tried on the tensor's own. The tensor
+    has the shape, dtype and device of `like`, and its group the options `group` beside the class's.
     """
     try:
         state = trial_state(kind, like, torch.device("meta"), grad_dtype, group, options)

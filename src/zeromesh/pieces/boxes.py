@@ -20,17 +20,11 @@ from zeromesh.errors import InternalError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A box of a tensor that is a contiguous range of its flattened elements.
+    """A box of a tensor that is a contiguous range of its flattened elements."""
 
-    Args:
-        offsets: of its first element, one for each dimension.
-        sizes: its shape.
-        start: where it begins in the flattened tensor.
-    """
-
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # of its first element, one for each dimension
     sizes: tuple[int, ...]
-    start: int
+    start: int  # where it begins in the flattened tensor
 
     @property
     def numel(self) -> int:

@@ -15,11 +15,7 @@ from zeromesh.pieces.region import Region
 def dtensor_region(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], coordinate: Sequence[int] | None = None
 ) -> Region:
-    """The region of a DTensor that a rank holds.
-
-    Args:
-        coordinate: of the rank on the mesh; None for this rank's, which is there.
-    """
+    """The region of a DTensor that the rank with this coordinate on the mesh holds; this rank by default."""
     index, at_mesh = folding(shape, mesh, placements), [*(coordinate or mesh.get_coordinate() or ())]
     boxes = [Replicate() if at == index else placement for at, placement in enumerate(placements)]
     sizes, offsets = map(list, _compute_local_shape_and_global_offset(tuple(shape), mesh.shape, at_mesh, boxes))

@@ -55,18 +55,11 @@ def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) 
 
 
 class Share(NamedTuple):
-    """The part of one tensor, or of one copy of it, that one rank holds.
+    """The part of one tensor, or of one copy of it, that one rank holds; not empty."""
 
-    Args:
-        copy: which, if there are several: [Note: Planes].
-        rank: among those that hold the states together.
-        region: in which `start` and `stop` count, flattened; None for all of the tensor.
-        start, stop: range, not empty.
-    """
-
-    copy: int
-    rank: int
-    region: Region | None
+    copy: int  # which, if there are several: [Note: Planes]
+    rank: int  # among those that hold the states together
+    region: Region | None  # in which `start` and `stop` count, flattened; None for all of the tensor
     start: int
     stop: int
 
@@ -75,19 +68,14 @@ class Share(NamedTuple):
 class Placement:
     """Where one tensor lies among the ranks that hold one copy of the states.
 
-    Args:
-        name: the parameter's.
-        shape: of the whole tensor.
-        start: where it starts in its flat buffer.
-        padded: the buffer's length.
-        planes: by plane, which copy of the tensor it has, and which part: [Note: Planes]. None: there is one, which
-            has all.
+    `planes`: by plane, which copy of the tensor it has, and which part: [Note: Planes]. None: there is one, which has
+    all.
     """
 
     name: str
-    shape: tuple[int, ...]
-    start: int
-    padded: int
+    shape: tuple[int, ...]  # of the whole tensor
+    start: int  # in its flat buffer
+    padded: int  # the buffer's length
     planes: tuple[tuple[int, Region], ...] | None = None
 
     @property
@@ -139,16 +127,13 @@ class Placement:
 class Owners:
     """Which rank owns each tensor, and how even that is: [Note: Balance].
 
-    Args:
-        rank_of: by tensor, among the ranks that hold one copy of the states, as `Layout.shard` numbers chunks; of
-            several copies of a tensor that of the first: `Placement.mirrors`.
-        loads: by rank, the summed costs of its tensors.
-        bound: no choice has a rank with less than this.
+    `rank_of`: by tensor, among the ranks that hold one copy of the states, as `Layout.shard` numbers chunks; of several
+    copies of a tensor that of the first: `Placement.mirrors`.
     """
 
     rank_of: tuple[int, ...]
-    loads: tuple[float, ...]
-    bound: float
+    loads: tuple[float, ...]  # by rank, the summed costs of its tensors
+    bound: float  # no choice has a rank with less than this
 
     @property
     def balance(self) -> float:
@@ -160,10 +145,8 @@ class Owners:
 def across(layout: Layout, further: Sequence[tuple[str, int]]) -> Layout:
     """The layout of all ranks that tensors are divided over, those of all planes: [Note: Planes].
 
-    Args:
-        layout: that shards tensors, or a plane's parts of them.
-        further: name and size of the axes that planes are numbered along, the first most significant. Bytes along
-            them move last on the way to an owner, and first on the way back.
+    `further`: name and size of the axes that planes are numbered along, the first most significant. Bytes along them
+    move last on the way to an owner, and first on the way back.
     """
     axes = [
         Axis(name=name, mesh_axis=name, size=size, stride=1, stage=Stage.THREE, wire=Wire()) for name, size in further
@@ -177,7 +160,6 @@ def choose_owners(
     """The owners of `tensors`: [Note: Balance]. The same on every rank, since it looks at nothing else.
 
     Args:
-        layout: whose state shards the tensors are spread over.
         tensors: in an order that all ranks share.
         costs: of stepping each, in any unit.
         anywhere: no rank is nearer to a tensor than another.
@@ -286,7 +268,6 @@ def cut(
     """The tensors in buckets that are stepped one after the other: in each, every rank has about as much to do.
 
     Args:
-        tensors, owners, costs: as for `choose_owners`.
         most_numel: elements that a rank should have in one bucket at most.
         waits: the most that all buckets may take together, where each takes as long as its slowest owner, in times of
             the largest load. Fewer and longer buckets are made until it is kept.

@@ -27,11 +27,7 @@ from zeromesh.strategy import Axis, Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """One message of a passage, of one part over one axis.
-
-    Args:
-        source, target: ranks among those that hold one copy of the states.
-    """
+    """One message of a passage, of one part over one axis, between ranks of those that hold one copy of the states."""
 
     axis: str
     source: int
@@ -40,24 +36,15 @@ class Hop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The part of one tensor that one rank holds, on its way to the owner: [Note: Passage].
-
-    Args:
-        tensor: its index.
-        region: in which `start` and `stop` count, flattened; None for all of the tensor.
-        start, stop: range.
-        home: the rank that holds it.
-        owner: of the tensor.
-        hops: from home to owner.
-    """
+    """The part of one tensor that one rank holds, on its way to the owner: [Note: Passage]."""
 
     tensor: int
-    region: Region | None
+    region: Region | None  # in which `start` and `stop` count, flattened; None for all of the tensor
     start: int
     stop: int
-    home: int
+    home: int  # the rank that holds it
     owner: int
-    hops: tuple[Hop, ...]
+    hops: tuple[Hop, ...]  # from home to owner
 
     @property
     def numel(self) -> int:
@@ -99,9 +86,7 @@ def bucket_of(
 ) -> Bucket:
     """The schedule's description of a bucket: the messages that `rank` sends, and its temporary memory.
 
-    Args:
-        tensors: that parts are of.
-        dtypes: by tensor, of gradient and values.
+    `dtypes` are those of gradient and values, by tensor.
     """
     there, back, anew = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for part in parts:

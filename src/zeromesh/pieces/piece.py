@@ -37,21 +37,13 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
-    """A contiguous range of a flattened tensor, or of a flattened region of one: [Note: Regions] of `region`.
+    """A contiguous range of a flattened tensor, or of a flattened region of one: [Note: Regions] of `region`."""
 
-    Args:
-        name: of the tensor in the checkpoint.
-        shape: of the whole tensor.
-        start: where the range starts in the flattened region.
-        local: its elements, contiguous, 1-D; shares memory with its source.
-        within: the region; None for all of the tensor.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    local: Tensor
-    within: Region | None = None
+    name: str  # of the tensor in the checkpoint
+    shape: tuple[int, ...]  # of the whole tensor
+    start: int  # where the range starts in the flattened region
+    local: Tensor  # its elements, contiguous, 1-D; shares memory with its source
+    within: Region | None = None  # None for all of the tensor
 
     def __post_init__(self) -> None:
         if self.within is not None and self.within.is_whole:

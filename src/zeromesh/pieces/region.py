@@ -33,16 +33,12 @@ from zeromesh.pieces.boxes import Box, boxes_of
 class Region:
     """A box of a tensor, [Note: Regions], or of one with a dimension folded, [Note: Folds].
 
-    Args:
-        shape: of the whole tensor.
-        offsets: of the first element, one for each dimension.
-        sizes: its shape as a tensor of its own.
-        fold: a dimension, and how many equal parts of it there are, of each of which the region has the same.
+    `fold`: a dimension, and how many equal parts of it there are, of each of which the region has the same.
     """
 
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]  # of the first element, one for each dimension
+    sizes: tuple[int, ...]  # its shape as a tensor of its own
     fold: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:

@@ -58,28 +58,20 @@ from zeromesh.wires import coded
 class Bounds:
     """A model and its workload on a cluster.
 
-    Args:
-        cluster: cut to the world in use.
-        wires: by level, as after `@`; "" for the default.
-        collective: of the strategies.
-        mechanics: of the engine.
-        division: where the model is cut: it is then that of one kind of rank, and the cluster what is left of it.
-        part: which kind.
-        known: what has been found for other bounds of one workload.
-        host: the stage of the host's memory.
+    Where the model is cut, `division` says how, and `part` for which kind of rank; model and cluster are then its own.
     """
 
     model: ModelSpec
-    cluster: Cluster
+    cluster: Cluster  # cut to the world in use
     workload: Workload
     constants: Constants
-    wires: tuple[str, ...] = ()
+    wires: tuple[str, ...] = ()  # by level, as after `@`; "" for the default
     collective: str = AUTO
     mechanics: Mechanics = ENGINES["zeromesh"]
     division: Division | None = None
     part: int = 0
-    known: Shared = field(default_factory=Shared, compare=False)
-    host: Stage = Stage.ZERO
+    known: Shared = field(default_factory=Shared, compare=False)  # found for other bounds of one workload
+    host: Stage = Stage.ZERO  # of the host's memory
 
     @property
     def _parallel(self) -> Parallel:

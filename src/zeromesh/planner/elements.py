@@ -17,12 +17,7 @@ from zeromesh.simulator.owned import is_matrix
 @dataclass(frozen=True)
 class Elements:
     """Element counts of a model, split by whether they are experts that `ep` ranks divide; frozen codes, whose elements
-    are of other sizes than those of parameters, are left out of lower bounds.
-
-    Args:
-        model: whose.
-        ep: ranks that experts are divided over.
-    """
+    are of other sizes than those of parameters, are left out of lower bounds."""
 
     model: ModelSpec
     ep: int

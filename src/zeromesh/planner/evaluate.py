@@ -81,14 +81,8 @@ class Choice:
 
 @dataclass(slots=True)
 class Evaluator:
-    """Simulates candidates and remembers them.
-
-    Args:
-        model, cluster, workload: what is planned; the cluster that of the world in use, whatever takes part of it.
-        engine: whose mechanics.
-        constants: of the cost model.
-        memory_margin: share of the device's memory to leave free.
-    """
+    """Simulates candidates and remembers them. The cluster is that of the world in use, whatever takes part of it;
+    `memory_margin` is the share of the device's memory to leave free."""
 
     model: ModelSpec
     cluster: Cluster

@@ -39,27 +39,16 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """One alternative.
+    """One alternative."""
 
-    Args:
-        name: what people call it.
-        strategy: in the notation.
-        outcome: chosen, slower, or excluded since it does not fit.
-        text: one sentence.
-        step_s: its step time at its best micro-batch and recomputation; None where it does not fit.
-        loses: (where, seconds), the most first: what the best does not pay.
-        memory_bytes: what it needs; the least that it can do with where it does not fit.
-        host_memory_bytes: that it needs in its host's memory, for each device.
-    """
-
-    name: str
-    strategy: str
-    outcome: Outcome
-    text: str
-    step_s: float | None
-    loses: tuple[tuple[str, float], ...] = ()
-    memory_bytes: float
-    host_memory_bytes: float
+    name: str  # that people call it by
+    strategy: str  # in the notation
+    outcome: Outcome  # excluded: it does not fit
+    text: str  # one sentence
+    step_s: float | None  # at its best micro-batch and recomputation; None where it does not fit
+    loses: tuple[tuple[str, float], ...] = ()  # (where, seconds), the most first: costs that the best has not
+    memory_bytes: float  # that it needs; the least that it can do with where it does not fit
+    host_memory_bytes: float  # that it needs in its host's memory, for each device
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"loses": [{"where": where, "seconds": seconds} for where, seconds in self.loses]}

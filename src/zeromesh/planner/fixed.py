@@ -30,10 +30,7 @@ def simulate_choices(
     trace: bool = False,
 ) -> tuple[Choice, ...]:
     """Simulates a strategy with what the workload leaves open: the `top` fastest choices that fit, fastest first, else
-    the smallest.
-
-    Args:
-        trace: of the first.
+    the smallest; the first with its trace, if asked for.
 
     Raises:
         MeshError: the strategy does not fit the cluster's levels.

@@ -92,28 +92,22 @@ _TAKE_NOTHING = (
 class Imported:
     """A file of another library.
 
-    Args:
-        source: the library.
-        parts: (stage, ranks) of groups of ranks, innermost first; 0 ranks for all that are left, or those of a machine.
-        host: the stage of the host, as it stands in a strategy; "" for none.
-        keys: of ours, dotted; those of `zeromesh plan` begin with "--".
-        mesh: (axis, ranks), innermost first, where the file says how many there are.
-        without: theirs that have no equivalent.
+    Its `parts` are (stage, ranks) of groups of ranks, innermost first; 0 ranks for all that are left, or those of a
+    machine.
     """
 
-    source: str
+    source: str  # the library
     parts: tuple[tuple[str, int], ...]
-    host: str = ""
-    keys: Mapping[str, Any]
-    mesh: tuple[tuple[str, int], ...] = ()
-    without: tuple[str, ...] = ()
+    host: str = ""  # the stage of the host, as it stands in a strategy; "" for none
+    keys: Mapping[str, Any]  # of ours, dotted; those of `zeromesh plan` begin with "--"
+    mesh: tuple[tuple[str, int], ...] = ()  # (axis, ranks), innermost first, where the file says how many there are
+    without: tuple[str, ...] = ()  # keys of theirs that have no equivalent
 
     def strategy(self, mesh: Sizes = ()) -> str:
         """The strategy in our notation.
 
-        Args:
-            mesh: (axis, ranks), innermost first; of 0 ranks where they are not known. Default: the file's own, or a
-                node and a cluster, where a group of ranks is taken to be a node.
+        The mesh is (axis, ranks), innermost first, with 0 ranks where they are not known. Default: the file's own, or a
+        node and a cluster, where a group of ranks is taken to be a node.
 
         Raises:
             MeshError: a group of ranks is none of the mesh's.

@@ -43,23 +43,14 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A device calibrated by a measured step.
-
-    Args:
-        measured: the step.
-        predicted_s: what was predicted for it before.
-        factor: of the device's rates.
-        exposed_s: of the step with these rates, what waits for communication, as predicted.
-        cluster: with these rates.
-        strategy: the layout that the run had, or is taken to have had.
-    """
+    """A device calibrated by a measured step."""
 
     measured: MeasuredStep
-    predicted_s: float
-    factor: float
-    exposed_s: float
-    cluster: Cluster
-    strategy: str
+    predicted_s: float  # before the calibration
+    factor: float  # of the device's rates
+    exposed_s: float  # predicted with these rates
+    cluster: Cluster  # with these rates
+    strategy: str  # the layout that the run had, or is taken to have had
 
     def describe(self) -> str:
         """One line: what was measured, how far off the prediction was, and what is used now."""
@@ -84,12 +75,8 @@ class Calibration:
 
 
 def read_run(run: str, tokens: int) -> MeasuredStep:
-    """A step of a run.
-
-    Args:
-        run: tokens a second of all devices together; or a `metrics.jsonl` of `zeromesh train`, a `trainer_state.json`
-            or `train_results.json` of transformers' Trainer, or a directory that holds one.
-        tokens: of a step.
+    """A step, of so many tokens, of a run: given by tokens a second of all devices together; or by a `metrics.jsonl` of
+    `zeromesh train`, a `trainer_state.json` or `train_results.json` of transformers' Trainer, or their directory.
 
     Raises:
         InputError: it is none of these, or its steps are of other sizes.

@@ -49,26 +49,14 @@ def bytes_each(wire: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBound:
-    """Lower bounds on memory for a model and its workload.
-
-    Args:
-        elements: of the model.
-        workload: dtypes, batch and optimizer.
-        world: ranks that may share its states.
-        wires: by level, as after `@`; "" for the default.
-        planned: the engine allocates reduce slots once, as ours does.
-        joins: it joins units where no parameters are sharded.
-        division: where the model is cut: it is then that of one kind of rank.
-        part: which kind.
-        host: the stage of the host's memory.
-    """
+    """Lower bounds on memory for a model and its workload. Fields that `Bounds` has too mean the same."""
 
     elements: Elements
     workload: Workload
-    world: int
+    world: int  # ranks that may share the model's states
     wires: tuple[str, ...] = ()
-    planned: bool = True
-    joins: bool = False
+    planned: bool = True  # the engine allocates reduce slots once, as ours does
+    joins: bool = False  # it joins units where no parameters are sharded
     division: Division | None = None
     part: int = 0
     host: Stage = Stage.ZERO

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from zeromesh.cluster.cluster import Cluster
 from zeromesh.errors import InputError, short_repr
 from zeromesh.model.spec import ModelSpec, Recomputation
 from zeromesh.parallel import Parallel
-from zeromesh.planner.evaluate import Candidate, Choice, Estimate, Evaluator
+from zeromesh.planner.evaluate import Candidate, Choice, Evaluator
 from zeromesh.planner.explain import Reason, compare, explain
 from zeromesh.planner.fixed import fastest as fastest_choices
 from zeromesh.planner.known import known_strategies
@@ -35,37 +35,21 @@ TRACED_MICRO_BATCHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The planner's answer.
-
-    Args:
-        model, cluster, workload: what was asked; the cluster cut to the world in use.
-        best: the choice to recommend: the simplest that is nearly as fast as the fastest.
-        fastest: the fastest choice that fits.
-        candidates: the best, the fastest, and the fastest of each other kind of layout.
-        front: no other simulated candidate is both smaller and faster; smallest first.
-        why: what the alternatives lose.
-        found: counts and the gap.
-        depends: the unmeasured constant that the recommendation depends on most; None if it depends on none.
-        limit_bytes: usable memory of a device.
-        host_s: seconds of the best one's step that its shards in the host's memory cost; 0 if there are none.
-        seconds: of planning.
-        trace: the best one's timeline, where asked for; of at most `TRACED_MICRO_BATCHES` micro-batches.
-    """
+    """The planner's answer."""
 
     model: ModelSpec
-    cluster: Cluster
+    cluster: Cluster  # cut to the world in use
     workload: Workload
-    best: Choice
-    fastest: Choice
-    candidates: tuple[Choice, ...]
-    front: tuple[Estimate, ...]
-    why: tuple[Reason, ...]
-    found: Found
-    depends: Dependence | None
-    limit_bytes: float
-    host_s: float
-    seconds: float
-    trace: Trace | None = None
+    best: Choice  # to recommend: the simplest that is nearly as fast as the fastest
+    fastest: Choice  # that fits
+    candidates: tuple[Choice, ...]  # the best, the fastest, and the fastest of each other kind of layout
+    why: tuple[Reason, ...]  # losses of the alternatives
+    found: Found = field(repr=False)
+    depends: Dependence | None  # the unmeasured constant that the recommendation depends on most
+    limit_bytes: float  # usable memory of a device
+    host_s: float  # of the best one's step, that its shards in the host's memory cost; 0 if there are none
+    seconds: float  # of planning
+    trace: Trace | None = None  # the best one's, where asked for; of at most `TRACED_MICRO_BATCHES` micro-batches
 
     __repr__ = short_repr
 
@@ -99,7 +83,7 @@ class Planned:
                     "memory_bytes": point.memory_bytes,
                     "host_memory_bytes": point.host_memory_bytes,
                 }
-                for point in self.front
+                for point in self.found.front
             ],
         }
 
@@ -145,11 +129,8 @@ def plan(
     fastest that fits (`zeromesh.planner.simplest`).
 
     Args:
-        model: its units.
         cluster: cut to the world in use (`Cluster.take`).
         workload: micro-batch and recomputation are searched where they are open.
-        options: how to search.
-        engine: whose mechanics.
         top: candidates to simulate whole and list.
         trace: also give the best one's timeline.
         within: share of the fastest step that a simpler layout may take longer; 0 recommends the fastest.
@@ -229,7 +210,6 @@ def plan(
         best=candidates[0],
         fastest=evaluator.choice(first[-1].candidate),
         candidates=candidates,
-        front=found.front,
         why=tuple(why),
         found=found,
         depends=depends,

@@ -33,25 +33,15 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependence:
-    """A constant with which another layout is faster than the one to recommend as long as it is as shipped.
-
-    Args:
-        constant: its name.
-        meaning: the quantity.
-        value: as shipped.
-        end: the end of its range at which the layout loses most.
-        layout: the one that would be recommended without regard to this.
-        faster: the fastest layout there.
-        lost: how much longer the layout's step takes there, as a share of the shortest.
-    """
+    """A constant with which another layout is faster than the one to recommend."""
 
     constant: str
     meaning: str
-    value: float
-    end: float
-    layout: str
-    faster: str
-    lost: float
+    value: float  # as shipped
+    end: float  # of its range, the end at which the layout loses most
+    layout: str  # the one that would be recommended without regard to this
+    faster: str  # the fastest layout there
+    lost: float  # how much longer the layout's step takes there, as a share of the shortest
 
     def __str__(self) -> str:
         return (

@@ -49,51 +49,30 @@ _FRONT_PER_BLOCK = 4
 class Options:
     """How to search.
 
-    Args:
-        splits: how often a level may be cut.
-        wires: `any` also tries quantised wires, which change the numbers that are trained; on more than two levels
-            with unsplit levels alone.
-        collective: to try over several levels beside one after the other; `auto`: those that have been measured on the
-            cluster's backend.
-        max_simulations: candidates simulated at most for each kind of collective and stage of the host; None: as many
-            as it takes to prove the optimum.
-        host: `any` also tries every stage of the host's memory, `auto` where nothing fits without.
-        memory_margin: share of the device's memory to leave free.
-        front: points of the memory-time front to simulate.
+    Wires `any` also tries quantised wires, which change the numbers that are trained; on more than two levels with
+    unsplit levels alone. At most `max_simulations` candidates are simulated for each kind of collective and stage of
+    the host; None: as many as it takes to prove the optimum.
     """
 
-    splits: Splits = "once"
+    splits: Splits = "once"  # how often a level may be cut
     wires: Wires = "lossless"
-    collective: str = "auto"
+    collective: str = "auto"  # over several levels, beside one after the other; `auto`: measured on the backend
     max_simulations: int | None = 16
-    host: Hosts = "auto"
-    memory_margin: float = DEFAULT_MARGIN
-    front: int = 8
+    host: Hosts = "auto"  # `any` also tries every stage of the host's memory, `auto` where nothing fits without
+    memory_margin: float = DEFAULT_MARGIN  # share of the device's memory to leave free
+    front: int = 8  # points of the memory-time front to simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The result of a search.
+    """The result of a search, in numbers of candidates."""
 
-    Args:
-        best: the fastest that fits.
-        ranked: all that were simulated and fit, fastest first.
-        front: no other simulated candidate is both smaller and faster; smallest first.
-        searched: candidates before pruning.
-        pruned_memory: those that cannot fit.
-        simulated: those simulated.
-        bound_s: no candidate is faster than this.
-        rows: candidates that may fit, at the degrees of the best.
-    """
-
-    best: Estimate
-    ranked: tuple[Estimate, ...]
-    front: tuple[Estimate, ...]
-    searched: int
-    pruned_memory: int
+    ranked: tuple[Estimate, ...]  # all that were simulated and fit, fastest first
+    searched: int  # before pruning
+    pruned_memory: int  # those that cannot fit
     simulated: int
-    bound_s: float
-    rows: tuple[Rows, ...] = field(compare=False, repr=False)
+    bound_s: float  # no candidate is faster than this
+    rows: tuple[Rows, ...] = field(compare=False, repr=False)  # those that may fit, at the degrees of the best
 
     __repr__ = short_repr
 
@@ -101,14 +80,22 @@ class Found:
         """With what has been simulated since."""
         fitting = _fitting(evaluator)
         ranked = [each for each in fitting if wires == "any" or not each.candidate.strategy.quantised]
-        return replace(
-            self,
-            best=ranked[0],
-            ranked=tuple(ranked),
-            front=tuple(_front(ranked)),
-            simulated=len(evaluator.evaluated),
-            bound_s=min(self.bound_s, ranked[0].step_s),
-        )
+        bound_s = min(self.bound_s, ranked[0].step_s)
+        return replace(self, ranked=tuple(ranked), simulated=len(evaluator.evaluated), bound_s=bound_s)
+
+    @property
+    def best(self) -> Estimate:
+        """The fastest that fits."""
+        return self.ranked[0]
+
+    @property
+    def front(self) -> tuple[Estimate, ...]:
+        """No other simulated candidate is both smaller and faster; smallest first."""
+        front: list[Estimate] = []
+        for estimate in self.ranked:
+            if not front or estimate.memory_bytes < front[-1].memory_bytes:
+                front.append(estimate)
+        return tuple(front[::-1])
 
     @property
     def gap(self) -> float:
@@ -197,16 +184,13 @@ def search(
     space: Space | None = None,
     refuses: Refuses | None = None,
 ) -> tuple[Found, Evaluator]:
-    """Searches `space` (default: every layout) for the fastest candidate that fits.
+    """Searches `space` (default: every layout) for the fastest candidate that fits; also returns the evaluator with
+    everything that was simulated.
 
     Args:
-        model: its units.
         cluster: cut to the world in use.
         workload: micro-batch and recomputation are searched where they are open.
         refuses: leaves out layouts that another engine cannot run.
-
-    Returns:
-        What was found, and the evaluator with everything that was simulated.
 
     Raises:
         NothingFitsError: no candidate fits in memory.
@@ -276,9 +260,7 @@ def search(
         of_bounds = [settings_of(*evaluator.bounds(parallel=each), each) for each, _ in screened(evaluator)]
         bound_s = min(setting.least_s for settings in of_bounds for setting in settings)
     found = Found(
-        best=ranked[0],
         ranked=tuple(ranked),
-        front=tuple(_front(ranked)),
         searched=pool.searched,
         pruned_memory=pool.pruned,
         simulated=len(evaluator.evaluated),
@@ -393,14 +375,8 @@ def _front_of(rows: Rows) -> Iterator[tuple[float, float, Candidate]]:
 
 
 def _simulate_in_order(pool: _Pool, evaluator: Evaluator, options: Options, best_s: float) -> tuple[float, float]:
-    """Simulates by rising bound until the optimum is proven or the budget is spent.
-
-    Args:
-        best_s: of what is known to fit already.
-
-    Returns:
-        The best time, and the bound that is left.
-    """
+    """Simulates by rising bound until the optimum is proven or the budget is spent. `best_s` is the best time so far;
+    returns the best time now, and the bound that is left."""
     simulated, seen = 0, set()
     for group in pool.by_bound():
         left_s = min(candidate.bound_s for candidate in group)
@@ -429,15 +405,6 @@ def _thinned(rows: list[tuple[float, float, Candidate]], count: int) -> list[Can
             front.append(row)
     places = np.linspace(0, len(front) - 1, min(count, len(front))).astype(int)
     return [front[place][2] for place in dict.fromkeys(places.tolist())]
-
-
-def _front(ranked: list[Estimate]) -> list[Estimate]:
-    """Smallest first."""
-    front: list[Estimate] = []
-    for estimate in ranked:  # fastest first
-        if not front or estimate.memory_bytes < front[-1].memory_bytes:
-            front.append(estimate)
-    return front[::-1]
 
 
 def _nothing_fits(evaluator: Evaluator, smallest: Candidate, crowded: Candidate | None, hostless: Sequence[str]) -> str:

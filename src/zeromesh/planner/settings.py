@@ -49,12 +49,7 @@ class Setting:
 
 
 def settings_of(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterator[Setting]:
-    """All that the workload leaves open, where the model is cut so.
-
-    Args:
-        bounds, of_memory: as `Evaluator.bounds` gives them.
-        parallel: the degrees.
-    """
+    """All that the workload leaves open, where the model is cut so; the bounds are those of `Evaluator.bounds`."""
     workload = bounds.workload
     for recomputation in workload.recomputations():
         for micro_batch, micro_batches in workload.splits(bounds.cluster.world, parallel):

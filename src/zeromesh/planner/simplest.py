@@ -64,8 +64,6 @@ def simplest(
     """The layout to recommend; the fastest itself where no candidate leaves enough memory free.
 
     Args:
-        evaluator: of the search; it remembers simulations made here.
-        found: by the search.
         known: strategies that people know by name.
         within: share of the fastest step that a simpler layout may take longer.
         max_simulations: simulated at most; None: as many as it takes to prove that no simpler layout is near.

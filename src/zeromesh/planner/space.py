@@ -76,11 +76,8 @@ class Cuts:
 
 
 def cuts_of(level: str, size: int, *, splits: Splits, stages: Sequence[Stage] = STAGES) -> Cuts:
-    """The cuts of one level with the given stages.
-
-    Args:
-        splits: `none` gives the whole level one stage, `once` cuts it into at most two parts, `all` into any number.
-    """
+    """The cuts of one level with the given stages. Splits of `none` give the whole level one stage, `once` cuts it into
+    at most two parts, `all` into any number."""
     allowed = tuple(STAGES.index(stage) for stage in STAGES if stage in stages)
     most = {"none": 1, "once": 2, "all": len(allowed)}[splits]
     rows = [
@@ -199,13 +196,7 @@ def _count(flags: Sequence[npt.NDArray[np.bool_]]) -> Integers:
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of a mesh.
-
-    Args:
-        mesh: (level, size), innermost first.
-        splits: see `cuts_of`.
-        stages: those allowed on every level.
-    """
+    """The layouts of a mesh of (level, size), innermost first, with the given stages on every level; see `cuts_of`."""
 
     mesh: tuple[tuple[str, int], ...]
     splits: Splits = "once"
@@ -266,11 +257,8 @@ class Space:
         return two, deferred | deferred_kept, first_kept.astype(np.int16), last_dropped.astype(np.int16)
 
     def strategy(self, cut_indices: Sequence[int], wires: Sequence[str] | None = None) -> Strategy:
-        """The layout with the given cut on each level, innermost first, in the notation.
-
-        Args:
-            wires: by level, as after `@`; "" for the default.
-        """
+        """The layout with the given cut on each level, innermost first; wires by level, as after `@`, "" for the
+        default."""
         terms: list[str] = []
         for level, (cuts, index) in enumerate(zip(self.cuts, cut_indices, strict=True)):
             wire = wires[level] if wires else ""

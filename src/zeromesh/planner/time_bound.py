@@ -91,27 +91,16 @@ LANE_ROWS = Row.BUSY_MICRO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeBound:
-    """Seconds of the layouts of a block.
+    """Seconds of the layouts of a block, which are along each array's last axis."""
 
-    Args:
-        lanes: rows as named above, by layout.
-        busy: by level, seconds of its links per micro-batch and per step.
-        lost: seconds of computation lost beside each of the first rows, by layout, without those lost to memory.
-        moved: seconds of memory, per micro-batch and per step, by layout.
-        moving: of memory, what collectives on all levels have at most.
-        edge: s, by layout, without that.
-        copied: if anything lies on the host, seconds of copies down and of those up, per micro-batch and per step.
-        stepped: h.
-    """
-
-    lanes: Floats
-    busy: Floats
-    lost: Floats
-    moved: Floats
-    moving: float
-    edge: Floats
-    copied: Floats
-    stepped: Floats
+    lanes: Floats  # rows as named above
+    busy: Floats  # by level, of its links, per micro-batch and per step
+    lost: Floats  # of computation, beside each of the first rows, without those lost to memory
+    moved: Floats  # of memory, per micro-batch and per step
+    moving: float  # of memory, the most that collectives on all levels have
+    edge: Floats  # s, without seconds lost to memory
+    copied: Floats  # if anything lies on the host, of copies down and of those up, per micro-batch and per step
+    stepped: Floats  # h
 
     def first(self, count: int) -> TimeBound:
         """The bound of the first `count` layouts."""
@@ -175,12 +164,8 @@ class ComputeSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """State shared by the bounds of one workload on parts of one cluster, for one set of constants.
-
-    Args:
-        seconds: of all kinds of ranks, by degrees, micro-batch and recomputation.
-        tables: by what is left of the cluster, and by what is sent over it.
-    """
+    """State shared by the bounds of one workload on parts of one cluster, for one set of constants: `seconds` of all
+    kinds of ranks, by degrees, micro-batch and recomputation; `tables` by the rest of the cluster and by transfers."""
 
     seconds: dict[tuple[object, ...], list[MicroBatchSeconds]] = field(default_factory=dict)
     tables: dict[tuple[object, ...], dict[int, list[float]]] = field(default_factory=dict)

@@ -21,12 +21,8 @@ _MATRIX = ("product", "attention")
 
 
 def what_if(cluster: Cluster, change: str) -> Cluster:
-    """The cluster with a change.
-
-    Args:
-        cluster: as it is.
-        change: one or several of `LEVEL.bandwidth`, `LEVEL.latency`, `memory` and `flops` (of the device), separated by
-            commas, each `=` a factor (`2x`) or a value with its unit (`400 Gbit/s`).
+    """The cluster with a change: one or several of `LEVEL.bandwidth`, `LEVEL.latency`, `memory` and `flops` (of the
+    device), separated by commas, each `=` a factor (`2x`) or a value with its unit (`400 Gbit/s`).
 
     Raises:
         InputError: the change names something else, or its value is not one.

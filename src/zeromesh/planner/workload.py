@@ -128,11 +128,8 @@ class Workload:
             yield self._parallel(dict(zip(DEGREES, degrees, strict=True)))
 
     def splits(self, world: int, parallel: Parallel | None = None) -> Iterator[tuple[int, int]]:
-        """(sequences per micro-batch, micro-batches per step), smallest micro-batch first.
-
-        Args:
-            world: data-parallel ranks.
-            parallel: the degrees; None: every rank has sequences of its own, and there is no pipeline.
+        """(sequences per micro-batch, micro-batches per step) on `world` data-parallel ranks, smallest micro-batch
+        first; without degrees every rank has sequences of its own, and there is no pipeline.
 
         Raises:
             InputError: the batch does not divide among the devices, or not into the given micro-batch, or does not fill

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
-from zeromesh.rehearsal.result import Call, Rehearsal
+from zeromesh.rehearsal.result import Rehearsal
 from zeromesh.units import format_bytes
 
 
@@ -34,20 +35,13 @@ def _memory(rehearsal: Rehearsal) -> list[str]:
 def _order(rehearsals: Sequence[Rehearsal]) -> list[str]:
     first, found = rehearsals[0], []
     for other in rehearsals[1:]:
-        place = differing(first.calls, other.calls)
-        if place is not None:
-            every = (first.calls, other.calls)
-            here, there = (str(calls[place]) if place < len(calls) else "none" for calls in every)
+        pairs = enumerate(zip_longest(first.calls, other.calls), 1)
+        apart = next(((number, *pair) for number, pair in pairs if pair[0] != pair[1]), None)
+        if apart is not None:
+            number, here, there = apart
             found.append(
                 f"ranks {first.rank} and {other.rank} issue different collectives, of which each would wait for the "
-                f"other: as number {place + 1} of a step {here} on rank {first.rank}, {there} on rank {other.rank}"
+                f"other: as number {number} of a step {here or 'none'} on rank {first.rank}, {there or 'none'} on rank "
+                f"{other.rank}"
             )
     return found
-
-
-def differing(first: Sequence[Call], other: Sequence[Call]) -> int | None:
-    """Where two ranks' collectives part; None where they are the same."""
-    for index, (one, two) in enumerate(zip(first, other, strict=False)):
-        if one != two:
-            return index
-    return None if len(first) == len(other) else min(len(first), len(other))

@@ -19,14 +19,8 @@ _WORD_BYTES = 4
 
 
 class Hardware:
-    """A cluster with the shipped constants, with which plans are made.
-
-    Args:
-        cluster: of the mesh's sizes; its levels are the mesh's axes.
-
-    Attributes:
-        kernels, transfers: times of kernels, and of collectives.
-    """
+    """A cluster, whose levels are the mesh's axes, with the shipped constants, with which plans are made: times of
+    kernels, and of collectives (`transfers`)."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.constants = cluster, default_constants().on(cluster)

@@ -45,24 +45,14 @@ _BACKWARD = "backward"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelModel:
-    """Seconds of kernels on a device.
-
-    Args:
-        compute: the device with the constants of the cost model.
-    """
+    """Seconds of kernels on a device."""
 
     compute: ComputeModel
     _by_dtype: dict[torch.dtype, ComputeModel] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def seconds(self, function: OpOverload | None, args: Sequence[Any], result: Any, *, backward: bool) -> float:
-        """Seconds of one launch.
-
-        Args:
-            function: the operator; None for a copy, which has none, from the first argument to the second.
-            args: all of its arguments, in the order of its schema.
-            result: its return value.
-            backward: whether it is a part of a backward, whose matrix products run at another rate.
-        """
+        """Seconds of one launch of an operator, with all of its arguments, in the order of its schema; without one, of
+        a copy from the first argument to the second. In a `backward` matrix products run at another rate."""
         formula = None if function is None else _formula(function)
         if function is None or formula is None:
             return self.compute.memory(moved_bytes(function, args, result))

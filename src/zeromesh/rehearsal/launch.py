@@ -25,13 +25,8 @@ _TASK = "zeromesh.rehearsal.training:rehearse_rank"
 def rehearse_config(
     path: Path, overrides: Sequence[str] = (), *, world: int = 0, ranks: Sequence[int] = (0,), traced: bool = False
 ) -> list[Rehearsal]:
-    """Rehearses a step of a configured run on each of `ranks`.
-
-    Args:
-        path, overrides: of the configuration, as `zeromesh train` takes them.
-        world: that the mesh must have; 0 for any.
-        ranks: at least one.
-        traced: its timeline is asked for.
+    """Rehearses a step of a configured run, as `zeromesh train` takes it, on each of `ranks`, at least one. The mesh
+    must have `world` ranks, 0 for any number. If its timeline is asked for (`traced`), it needs a cluster.
 
     Raises:
         InputError: the configuration is wrong, the mesh has another number of ranks or not those ranks, or the virtual

@@ -25,15 +25,8 @@ _PHASES: dict[PointKind, Phase] = {
 
 
 class Places:
-    """Follows one step after another.
-
-    Args:
-        left: called with each place as it is left.
-
-    Attributes:
-        micro_batches: of the last step.
-        recomputes: whether units have been run again in the backward.
-    """
+    """Follows one step after another, and calls `left` with each place as it is left. Counts the micro-batches of the
+    last step, and notes whether units have been run again in the backward (`recomputes`)."""
 
     def __init__(self, left: Callable[[Place], None]) -> None:
         self._left = left

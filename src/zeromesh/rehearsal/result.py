@@ -18,12 +18,8 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where something happens.
-
-    Args:
-        phase: of the step, or before it.
-        unit: its name, "" for the root; None where it belongs to none.
-    """
+    """Where something happens, in a step or before it; `unit` is a name, "" for the root, None where it belongs to
+    none."""
 
     phase: Phase
     unit: str | None = None
@@ -55,14 +51,8 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """A rehearsed rank's share of its machine's memory.
-
-    Args:
-        kinds: of the model's state.
-        peak_bytes: the most that is in use.
-        ranks: of one machine; 0 without a cluster.
-        limit_bytes: the most that the ranks of a machine may take together; None if it is unknown.
-    """
+    """A rehearsed rank's share of its machine's memory: the model's state by kind, and the most that is in use. A
+    machine has so many `ranks`, 0 without a cluster, which together may take `limit_bytes`; None if it is unknown."""
 
     kinds: tuple[MemoryLine, ...]
     peak_bytes: int
@@ -85,26 +75,18 @@ class HostMemory:
 class Memory:
     """Bytes of the rehearsed rank's device.
 
-    Args:
-        kinds: of the model's state.
-        rest_bytes: in use between two steps, state and all else.
-        peaks: by place, each place once, in the order in which they are first come to.
-        growth: places in which the allocator has reserved more than ever before, in the order of time.
-        overhead_bytes: of a process beside its tensors: context, communicators; 0 without a cluster.
-        limit_bytes: of the device, its margin off; None without a cluster.
-        retries: how often a step has no room for a further segment, so that the allocator waits for the device and
-            gives free ones back.
-        host: where shards lie in the host's memory.
+    `retries`: how often a step has no room for a further segment, so that the allocator waits for the device and gives
+    free ones back.
     """
 
-    kinds: tuple[MemoryLine, ...]
-    rest_bytes: int
-    peaks: tuple[Peak, ...]
-    growth: tuple[Peak, ...] = ()
-    overhead_bytes: float = 0.0
-    limit_bytes: float | None = None
+    kinds: tuple[MemoryLine, ...]  # of the model's state
+    rest_bytes: int  # in use between two steps, state and all else
+    peaks: tuple[Peak, ...]  # by place, each place once, in the order in which they are first come to
+    growth: tuple[Peak, ...] = ()  # in which the allocator has reserved more than ever before, in the order of time
+    overhead_bytes: float = 0.0  # of a process beside its tensors: context, communicators; 0 without a cluster
+    limit_bytes: float | None = None  # of the device, its margin off; None without a cluster
     retries: int = 0
-    host: HostMemory | None = None
+    host: HostMemory | None = None  # where shards lie in the host's memory
 
     @property
     def predicted_bytes(self) -> int:
@@ -179,48 +161,28 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """The rehearsal of one rank's step.
-
-    Args:
-        model, strategy: names.
-        mesh: (axis, size), outermost first.
-        world, rank: how many there would be, and which of them was rehearsed.
-        micro_batches: of a step.
-        cluster: whose device and links the timeline is of; empty without one.
-        memory: of the device.
-        axes: traffic.
-        launches: by unit and lane, of a step.
-        blocks: names of the block units.
-        races, early_frees: findings of the checker.
-        host_reads: by line of code.
-        calls: the collectives of a step, in order.
-        failures: errors to come, and where.
-        host_s: of a step: the host's work on this machine, whose kernels compute shapes alone.
-        step_s: of a step on the cluster; None without one.
-        exposed_s: of that, while the computation waits for communication.
-        trace: of the step.
-    """
+    """The rehearsal of one rank's step."""
 
     model: str
     strategy: str
-    mesh: tuple[tuple[str, int], ...]
-    world: int
-    rank: int
-    micro_batches: int
-    cluster: str
-    memory: Memory
+    mesh: tuple[tuple[str, int], ...]  # (axis, size), outermost first
+    world: int  # how many ranks there would be
+    rank: int  # the one that was rehearsed
+    micro_batches: int  # of a step
+    cluster: str  # whose device and links the timeline is of; empty without one
+    memory: Memory  # of the device
     axes: tuple[TrafficLine, ...] = ()
-    launches: tuple[Launches, ...] = ()
-    blocks: tuple[str, ...] = ()
-    races: tuple[str, ...] = ()
+    launches: tuple[Launches, ...] = ()  # by unit and lane, of a step
+    blocks: tuple[str, ...] = ()  # names of the block units
+    races: tuple[str, ...] = ()  # found by the checker, as the next
     early_frees: tuple[str, ...] = ()
-    host_reads: tuple[HostRead, ...] = ()
-    calls: tuple[Call, ...] = ()
-    failures: tuple[str, ...] = ()
-    host_s: float = 0.0
-    step_s: float | None = None
-    exposed_s: float | None = None
-    trace: Trace | None = None
+    host_reads: tuple[HostRead, ...] = ()  # by line of code
+    calls: tuple[Call, ...] = ()  # the collectives of a step, in order
+    failures: tuple[str, ...] = ()  # errors to come, and where
+    host_s: float = 0.0  # of a step: the host's work on this machine, whose kernels compute shapes alone
+    step_s: float | None = None  # of a step on the cluster; None without one
+    exposed_s: float | None = None  # of that, while the computation waits for communication
+    trace: Trace | None = None  # of the step
 
     __repr__ = short_repr
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
+from zeromesh.integrations.elastic import mesh_text
 from zeromesh.rehearsal.result import COMPUTE, Memory, Peak, Rehearsal
 from zeromesh.report.build import KINDS, timeline
 from zeromesh.report.page import Bar, Fact, MemoryChart, Page, Remark, Section, Table
@@ -18,12 +19,7 @@ _READS = 20
 
 
 def print_rehearsal(rehearsals: Sequence[Rehearsal], failures: Sequence[str]) -> None:
-    """Prints the rehearsal of the first rank, and failures on any.
-
-    Args:
-        rehearsals: by rank, at least one.
-        failures: of all ranks, differences between them included.
-    """
+    """Prints the rehearsal of the first rank, and failures on any, differences between ranks included."""
     console = Console()
     first = rehearsals[0]
     console.print(Text(_title(first), style="bold"))
@@ -59,11 +55,10 @@ def _title(first: Rehearsal) -> str:
 
 
 def _subtitle(first: Rehearsal, rehearsals: Sequence[Rehearsal]) -> str:
-    mesh = " x ".join(f"{name}={size}" for name, size in first.mesh)
     others = f"; compared with rank {', '.join(str(other.rank) for other in rehearsals[1:])}" if rehearsals[1:] else ""
     where = f" of {first.cluster}" if first.cluster else ", no cluster given"
     batches = f"{first.micro_batches} micro-batch{'es' * (first.micro_batches != 1)}"
-    return f"mesh {mesh}{where}; {batches} a step{others}"
+    return f"mesh {mesh_text(dict(first.mesh))}{where}; {batches} a step{others}"
 
 
 def _nothing_fails(rehearsals: Sequence[Rehearsal]) -> str:

@@ -47,13 +47,8 @@ _COMMUNICATORS = 2
 
 
 class Peaks:
-    """The most that is in use in each place, in the order in which places are first come to.
-
-    Attributes:
-        host_bytes: the most of the host's memory.
-        by_place: each place's.
-        growth: in the order of time, where more was reserved than before.
-    """
+    """The most that is in use in each place, in the order in which places are first come to; of the host's memory; and
+    in the order of time, where more was reserved than before (`growth`)."""
 
     def __init__(self) -> None:
         self.host_bytes = 0
@@ -74,11 +69,8 @@ class Peaks:
 
 
 class Stage:
-    """Where one rank rehearses: models that are built, sharded and stepped here are watched.
-
-    Args:
-        cluster: of the mesh's sizes; None for no timeline.
-    """
+    """Where one rank rehearses: models that are built, sharded and stepped here are watched. Without a cluster there is
+    no timeline."""
 
     def __init__(self, cluster: Cluster | None) -> None:
         self.hardware = None if cluster is None else Hardware(cluster)
@@ -86,12 +78,7 @@ class Stage:
         self.places = Places(self.peaks.left)
 
     def take(self, step: Callable[[], object], model: nn.Module, optimizer: Optimizer, *, rank: int) -> Rehearsal:
-        """Rehearses steps of a sharded model: [Note: Steps].
-
-        Args:
-            step: a whole one, the optimizer's included.
-            model, optimizer: that it trains.
-            rank: which this process is.
+        """Rehearses steps of a sharded model, each a whole one, the optimizer's included: [Note: Steps].
 
         Raises:
             InputError: the cluster has no level of the name of an axis.

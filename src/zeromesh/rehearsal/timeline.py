@@ -28,36 +28,21 @@ _MOMENT_S = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """Something that the host has launched.
-
-    Args:
-        at_s: host seconds since the recording began.
-        stream: its number.
-        seconds: that it takes.
-        moving: whether it waits for memory.
-        place: of the step.
-        lane: where it was issued, "compute" for none.
-        micro_batch: index in the step, -1 outside.
-    """
+    """Something that the host has launched, `at_s` seconds after the recording began."""
 
     at_s: float
     stream: int
     seconds: float
     place: Place
-    moving: bool = False
-    lane: str = COMPUTE
-    micro_batch: int = -1
+    moving: bool = False  # it waits for memory
+    lane: str = COMPUTE  # where it was issued, "compute" for none
+    micro_batch: int = -1  # index in the step, -1 outside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication:
-    """A collective that the host has launched.
-
-    Args:
-        cost: alone on its links.
-        operation, axis, unit, sent_bytes: for the trace.
-        at_s, stream, lane, micro_batch: as of a kernel.
-    """
+    """A collective that the host has launched, with its cost alone on its links, and names for the trace; the rest is
+    as of a kernel."""
 
     at_s: float
     stream: int
@@ -72,13 +57,8 @@ class Communication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Something that comes after something else.
-
-    Args:
-        kind: in the words of `zeromesh.simdev.Order`; or `STEP_ENDS`, to whose end the host has come.
-        stream, event: their numbers.
-        at_s: as of a kernel.
-    """
+    """Something that comes after something else: an order of `zeromesh.simdev.Order`, or the end of a step to which the
+    host has come (`STEP_ENDS`)."""
 
     at_s: float
     kind: str
@@ -113,23 +93,14 @@ class _Wait:
 
 @dataclass(slots=True, eq=False)
 class _Queued:
-    """Something in a stream.
-
-    Args:
-        item: the thing itself.
-        issued_s: since when it has been there.
-        rows: of the step that issued it.
-        left_s: of a kernel that runs, undisturbed seconds.
-        started_s: when it did.
-        job: of a collective that has been begun.
-    """
+    """Something in a stream."""
 
     item: Kernel | Communication | _Mark | _Wait
     issued_s: float
-    rows: _Rows
-    left_s: float | None = None
+    rows: _Rows  # of the step that issued it
+    left_s: float | None = None  # undisturbed, of a kernel that runs
     started_s: float = 0.0
-    job: Job | None = None
+    job: Job | None = None  # of a collective that has been begun
 
 
 @dataclass(slots=True)
@@ -234,11 +205,8 @@ def replay(
 ) -> tuple[TimedStep, ...]:
     """The steps of a recording as they would run, each a trace that begins where the one before has ended.
 
-    Args:
-        issued: in the order of the host, on the default stream 0 and others.
-        label: of the traces.
-        cores: of the device, where they move the bytes.
-        host_scale: seconds of the host for one of the recording, which takes time itself.
+    Things were issued in the order of the host, on the default stream 0 and others. The device's cores move the bytes,
+    where it has any. The recording takes time itself: for one second of it the host needs `host_scale`.
     """
     device, events = _Device(cores), dict[int, _Mark]()
     rows, ended = _Rows(), list[tuple[_Rows, _Mark, float]]()

@@ -19,11 +19,8 @@ from zeromesh.rehearsal.attention import fuse_attention
 
 @contextmanager
 def virtual_rank(mesh: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
-    """The mesh whose other ranks are taken to hold, and to say, the same as this one.
-
-    Args:
-        mesh: sizes by axis name, outermost first.
-        rank: of this process.
+    """The mesh, of sizes by axis name, outermost first, whose other ranks are taken to hold, and to say, the same as
+    this one.
 
     Raises:
         MeshError: there is no such rank.

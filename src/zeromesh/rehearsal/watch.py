@@ -34,31 +34,18 @@ _OPERATIONS: tuple[Operation, ...] = ("all_gather", "reduce_scatter", "all_reduc
 
 @dataclass(slots=True, kw_only=True)
 class Watch:
-    """Called by the device of every kernel, collective and order, in the order in which the host issues them.
-
-    Args:
-        places: where the step is.
-        hardware: whose seconds count; None counts no seconds.
-        axes: of all layouts, by name.
-        whole: those of the model's own layout.
-
-    Attributes:
-        issued: everything, for `replay`.
-        launches: by (unit, lane).
-        calls: the collectives.
-        host_s: processor seconds of the recording, less this object's own.
-        step_s: of that, the last step's.
-    """
+    """Called by the device of every kernel, collective and order, in the order in which the host issues them. Without
+    hardware they take no seconds."""
 
     places: Places
     hardware: Hardware | None
-    axes: Mapping[str, Axis]
-    whole: Sequence[Axis]
-    issued: list[Issued] = field(default_factory=list)
-    launches: Counter[tuple[str, str]] = field(default_factory=Counter)
+    axes: Mapping[str, Axis]  # of all layouts, by name
+    whole: Sequence[Axis]  # those of the model's own layout
+    issued: list[Issued] = field(default_factory=list)  # everything, for `replay`
+    launches: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (unit, lane)
     calls: list[Call] = field(default_factory=list)
-    host_s: float = 0.0
-    step_s: float = 0.0
+    host_s: float = 0.0  # processor seconds of the recording, less this object's own
+    step_s: float = 0.0  # of that, the last step's
     _left_s: float = field(default_factory=time.process_time)
 
     def begin(self) -> None:

@@ -47,7 +47,7 @@ def plan_page(planned: Planned) -> str:
         f"{planned.workload.global_batch_tokens:,} tokens a step",
         facts=_facts(best),
         memory=_memory(planned.candidates, planned.limit_bytes, cluster),
-        front=_front(planned.front, planned.limit_bytes),
+        front=_front(planned.found.front, planned.limit_bytes),
         timeline=timeline(planned.trace, best.candidate.micro_batches) if planned.trace else None,
         sections=_sections(planned.candidates, best),
         why=tuple(

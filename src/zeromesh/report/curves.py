@@ -16,17 +16,11 @@ MOST = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One quantity.
-
-    Args:
-        name: of it.
-        colour: a class of the page's style.
-        values: one for each place; NaN or infinite where there is none.
-    """
+    """One quantity."""
 
     name: str
-    colour: str
-    values: Sequence[float]
+    colour: str  # a class of the page's style
+    values: Sequence[float]  # one for each place; NaN or infinite where there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +47,7 @@ def curve_chart(
 
     Args:
         key: its id on the page.
-        title: of it.
         places: of the values, rising: steps.
-        series: with as many values.
         write: a value for people.
         x_name: what the places are, in the singular.
         from_zero: the axis of values begins at 0.

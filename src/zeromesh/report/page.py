@@ -124,19 +124,12 @@ class FrontChart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One quantity over the course of a run.
+    """One quantity over the course of a run."""
 
-    Args:
-        name: in the legend.
-        colour: a class of the page's style.
-        line: points (x, y).
-        band: outline of what lies between the smallest and the largest, where a point stands for several.
-    """
-
-    name: str
-    colour: str
+    name: str  # in the legend
+    colour: str  # a class of the page's style
     line: tuple[tuple[float, float], ...]
-    band: tuple[tuple[float, float], ...] = ()
+    band: tuple[tuple[float, float], ...] = ()  # outline of smallest and largest, where a point stands for several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,45 +38,28 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step; a line of metrics.jsonl.
+    """One optimizer step; a line of metrics.jsonl."""
 
-    Args:
-        step: steps done, 1 after the first.
-        loss: mean over the tokens of the global batch, before the step.
-        grad_norm: global norm before clipping.
-        lr: the learning rate of the step.
-        tokens: targets in the global batch.
-        positions: tokens that the model computed on.
-        tokens_per_s: of all devices together.
-        step_s: seconds from the start of the step to its end on rank 0.
-        eval_loss: mean over the held-out sequences after the step; None if it was not evaluated.
-        skipped: steps so far that were skipped; None for none.
-        rollbacks: times that the run has gone back to a checkpoint; None for none.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
+    step: int  # steps done, 1 after the first
+    loss: float  # mean over the tokens of the global batch, before the step
+    grad_norm: float  # global norm before clipping
     lr: float
-    tokens: int
-    positions: int
-    tokens_per_s: float
-    step_s: float
-    eval_loss: float | None = None
-    skipped: int | None = None
-    rollbacks: int | None = None
+    tokens: int  # targets in the global batch
+    positions: int  # tokens that the model computed on
+    tokens_per_s: float  # of all devices together
+    step_s: float  # from the start of the step to its end on rank 0
+    eval_loss: float | None = None  # mean over the held-out sequences after the step, if it was evaluated
+    skipped: int | None = None  # steps so far that were skipped
+    rollbacks: int | None = None  # times that the run has gone back to a checkpoint
 
 
 class RunReport:
     """Takes the steps of a run as they end. Training goes on if a disk is full: one warning for each file says so.
 
     Args:
-        directory: receives metrics.jsonl, samples.jsonl and run.html.
-        steps: of the run.
+        directory: receives metrics.jsonl, samples.jsonl and, with `page`, run.html.
         done: steps of earlier starts; later ones in metrics.jsonl are dropped, since they come again.
         lines: model, layout, data and batch, for people; the first is the page's subtitle.
-        strategy: of the run.
-        page: whether to write run.html.
         memory: by kind and rank, as far as it is known.
     """
 
@@ -264,12 +247,8 @@ def clock(seconds: float) -> str:
 
 
 def comparison(memory: Sequence[Sequence[MemoryLine]], traffic: Sequence[Sequence[TrafficLine]]) -> str:
-    """Predicted beside measured memory and traffic, in bytes; the largest if devices differ.
-
-    Args:
-        memory: lines of `zm.memory_report`, by kind and rank.
-        traffic: lines of `zm.traffic_report`, by axis and rank.
-    """
+    """Predicted beside measured memory and traffic, in bytes; the largest if devices differ. Lines of
+    `zm.memory_report` come by kind and rank, those of `zm.traffic_report` by axis and rank."""
     held = {
         place: {
             KINDS.get(ranks[0].kind, ranks[0].kind): [(line.predicted_bytes, line.allocated_bytes) for line in ranks]

@@ -19,18 +19,11 @@ TIMED = ("tp", "cp", "pp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Absolute relative errors of one predicted quantity.
+    """Absolute relative errors of one predicted quantity."""
 
-    Args:
-        of: the quantity, in words.
-        degrees: the parallelisms beside data that were in use; none: data alone.
-        rows: how many published figures.
-        median, p90: of the errors.
-    """
-
-    of: str
-    degrees: tuple[str, ...]
-    rows: int
+    of: str  # the quantity, in words
+    degrees: tuple[str, ...]  # the parallelisms beside data that were in use; none: data alone
+    rows: int  # how many published figures
     median: float
     p90: float
 

@@ -24,13 +24,7 @@ from zeromesh.wires import coded
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """Builds the chain of each op of each unit; equal units share theirs.
-
-    Args:
-        schedule: whose units and layout.
-        mechanics: of the engine.
-        model: seconds of a transfer.
-    """
+    """Builds the chain of each op of each unit; equal units share theirs."""
 
     schedule: Schedule
     mechanics: Mechanics

@@ -68,12 +68,9 @@ class ClockBackend:
     """Carries out ops by letting a virtual clock run. Ticket: the job.
 
     Args:
-        chains: the transfers of each op of each unit.
-        mechanics: of the engine.
-        unit_names: for the trace.
         record: keep events.
         cores: of the device, where it moves the bytes itself.
-        host: of a transfer, and of all that it can be ahead: [Note: Host].
+        host: see [Note: Host].
         steps: by unit, of the optimizer's step on slices on the host, which runs beside the next forward: seconds, and
             bytes copied.
     """

@@ -21,15 +21,10 @@ from zeromesh.simulator.workload import FixedWorkload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """The computation of one unit in one micro-batch.
-
-    Args:
-        seconds: that the device computes.
-        within: by phase, collectives of tp, cp, ep and pp, one after another.
-    """
+    """The computation of one unit in one micro-batch."""
 
     seconds: UnitSeconds
-    within: dict[Phase, tuple[Work, ...]]
+    within: dict[Phase, tuple[Work, ...]]  # collectives of tp, cp, ep and pp, one after another
 
     @classmethod
     def of(
@@ -63,18 +58,12 @@ class Computation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchSeconds:
-    """Seconds of one micro-batch on one rank.
-
-    Args:
-        forward, backward: with its waits inside of units, and with recomputation in the backward.
-        waiting: of both, its waits.
-        weights: of the backward, the part that only gradients of weights need.
-    """
+    """Seconds of one micro-batch on one rank, with its waits inside of units."""
 
     forward: float
-    backward: float
-    waiting: float
-    weights: float
+    backward: float  # with recomputation
+    waiting: float  # in both
+    weights: float  # part of the backward that only gradients of weights need
 
     @classmethod
     def of(cls, units: Iterable[tuple[int, Computation]]) -> MicroBatchSeconds:
@@ -101,11 +90,7 @@ class MicroBatchSeconds:
 def collecting_seconds(buffers: Iterable[BufferLayout], compute: ComputeModel, *, alone: bool) -> tuple[float, float]:
     """In which the gradients that autograd leaves of a unit are copied to where they are reduced; and in later
     micro-batches, where they are added to the accumulator if it does not wait in a slot. The first is never the longer.
-
-    Args:
-        buffers: of the unit.
-        compute: of the device.
-        alone: there are no later micro-batches: [Note: Alone] of `zeromesh.schedule.buffer_layout`.
+    `alone`: there are no later micro-batches: [Note: Alone] of `zeromesh.schedule.buffer_layout`.
     """
     first = later = 0.0
     for placed in buffers:

@@ -44,21 +44,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """A model and a cluster, cut.
-
-    Args:
-        parallel: the degrees.
-        whole: the model.
-        parts: of it, one for each kind of rank of a pipeline, by rank; one alone where there is no pipeline.
-        cluster: the part of it that is left for data parallelism.
-        groups: of each parallelism that cuts, by name, its ranks: on each level, how many.
-    """
+    """A model and a cluster, cut."""
 
     parallel: Parallel
     whole: ModelSpec
-    parts: tuple[Part, ...]
-    cluster: Cluster
-    groups: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+    parts: tuple[Part, ...]  # one for each kind of rank of a pipeline, by rank; one alone where there is none
+    cluster: Cluster  # the part that is left for data parallelism
+    groups: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]  # by parallelism, its ranks on each level
 
     @classmethod
     def of(cls, model: ModelSpec, cluster: Cluster, parallel: Parallel, *, seq_len: int) -> Division:

@@ -35,49 +35,29 @@ from zeromesh.strategy import Strategy
 class Mechanics:
     """See [Note: Engines].
 
-    Args:
-        name: as `--engine` spells it.
-        joint: neighbouring collectives of one kind over several axes are one flat collective over their joint group.
-        owners: how whole tensors come to their owners and back, exchange or broadcast: [Note: Ways to owners] of
-            `zeromesh.simulator.owned`.
-        lanes: (kind, lane): which queue each kind of work waits in.
-        communicators: of each axis.
-        gather_numel: elements that one gather of parameters has at most; 0: a unit is gathered as a whole.
-        host_gather_s: that the device stands still for the host to issue a gather of parameters.
-        copies: full-size copies beside each gather and each reduction.
-        collects: the computation copies autograd's gradients to where they are reduced.
-        planned: reduce buffers are allocated once; False: they come and go with each unit's backward.
-        workspace: collectives work in memory of their own, allocated once.
-        bucket_bytes: up to which neighbouring units are joined where no parameters are sharded.
-        step_bytes: that the optimizer's step needs for a moment, per element of the state shard; a fused one: none.
-        overlap_gather: False: the device stands still for every gather.
-        overlap_reduce: False: it stands still for every reduction of a micro-batch.
-        overlap_boundary: False: gradients are reduced to the state shard after the backward, not under it.
-        overlap_refresh: False: updated parameters are gathered before the next forward starts.
-        products: other dtypes of the blocks' products that it has; torchao's and Megatron-FSDP's are FSDP's.
-        windowed: refreshes start a few units ahead of the forward, as ours do; False: all start with the step.
-        launch_order: of collectives in several lanes: [Note: Launch order] of `zeromesh.simulator.network`.
+    `owners` says how whole tensors come to their owners and back: [Note: Ways to owners] of `zeromesh.simulator.owned`;
+    `launch_order` is that of collectives in several lanes: [Note: Launch order] of `zeromesh.simulator.network`.
     """
 
-    name: str
-    joint: bool = False
+    name: str  # as `--engine` spells it
+    joint: bool = False  # neighbouring collectives of one kind over several axes are a flat one over their joint group
     owners: Literal["exchange", "broadcast"] = "exchange"
-    lanes: tuple[tuple[LaneKind, str], ...] = tuple((kind, kind) for kind in LANES)
-    communicators: int = 2
-    gather_numel: int = 0
-    host_gather_s: float = 0.0
-    copies: int = 0
-    collects: bool = False
-    planned: bool = True
-    workspace: bool = False
-    bucket_bytes: int = 0
-    step_bytes: float = 0.0
-    overlap_gather: bool = True
-    overlap_reduce: bool = True
-    overlap_boundary: bool = True
-    overlap_refresh: bool = True
-    products: tuple[str, ...] = ()
-    windowed: bool = False
+    lanes: tuple[tuple[LaneKind, str], ...] = tuple((kind, kind) for kind in LANES)  # the queue each kind waits in
+    communicators: int = 2  # of each axis
+    gather_numel: int = 0  # elements that one gather of parameters has at most; 0: a unit is gathered as a whole
+    host_gather_s: float = 0.0  # that the device stands still for the host to issue a gather of parameters
+    copies: int = 0  # full-size copies beside each gather and each reduction
+    collects: bool = False  # the computation copies autograd's gradients to where they are reduced
+    planned: bool = True  # reduce buffers are allocated once; False: they come and go with each unit's backward
+    workspace: bool = False  # collectives work in memory of their own, allocated once
+    bucket_bytes: int = 0  # up to which neighbouring units are joined where no parameters are sharded
+    step_bytes: float = 0.0  # that the optimizer's step needs for a moment, per element of the state shard; fused: none
+    overlap_gather: bool = True  # False: the device stands still for every gather
+    overlap_reduce: bool = True  # False: it stands still for every reduction of a micro-batch
+    overlap_boundary: bool = True  # False: gradients are reduced to the state shard after the backward, not under it
+    overlap_refresh: bool = True  # False: updated parameters are gathered before the next forward starts
+    products: tuple[str, ...] = ()  # other dtypes of the blocks' products; torchao's and Megatron-FSDP's are FSDP's
+    windowed: bool = False  # refreshes start a few units ahead of the forward, as ours do; False: all with the step
     launch_order: Literal["none", "implicit"] = "none"
 
     def check_products(self, model: ModelSpec) -> None:

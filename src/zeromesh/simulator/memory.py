@@ -72,11 +72,8 @@ def streamed_bytes(schedule: Schedule) -> float:
 def unreduced_bytes(schedule: Schedule, specs: Sequence[Sequence[UnitSpec]], *, planned: bool) -> tuple[float, ...]:
     """By unit: gradients alive during its backward that are part of no buffer.
 
-    Args:
-        schedule: of the units.
-        specs: the contents of each unit.
-        planned: autograd leaves the unit's gradients, which are then copied into memory that is there; else it adds
-            each to reduce buffers that come and go: the unit's own, and one more in flight.
+    If `planned`, autograd leaves the unit's gradients, which are then copied into memory that is there; else it adds
+    each to reduce buffers that come and go: the unit's own, and one more in flight.
     """
     if planned:
         return tuple(
@@ -95,12 +92,9 @@ def unreduced_bytes(schedule: Schedule, specs: Sequence[Sequence[UnitSpec]], *, 
 
 
 def memory_bytes(schedule: Schedule, activations: float, overhead_bytes: float, *, planned: bool) -> MemoryBytes:
-    """Everything on one device at the peak.
+    """Everything on one device at the peak of `activations`, memory that comes and goes.
 
-    Args:
-        activations: memory that comes and goes, at its most.
-        overhead_bytes: of the process.
-        planned: reduce buffers are allocated once, so they are part of `buffers`, not of `activations`.
+    If `planned`, reduce buffers are allocated once, so they are part of `buffers`, not of `activations`.
     """
     return MemoryBytes(
         params=float(schedule.memory.params_bytes),

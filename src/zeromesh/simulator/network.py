@@ -58,23 +58,16 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A chain of collectives in a lane; also the ticket that the interpreter waits for.
-
-    Args:
-        chain: carried out one after another.
-        after: a job that must have ended first.
-        unit, micro_batch: for the trace.
-        work: of the chain, the collective that runs, once it has begun.
-    """
+    """A chain of collectives in a lane; also the ticket that the interpreter waits for."""
 
     chain: tuple[Work, ...]
     unit: int
     micro_batch: int
     kind: str
-    after: Job | None = None
+    after: Job | None = None  # must have ended first
     lane: str = ""
     position: int = 0
-    work: Work = field(init=False)
+    work: Work = field(init=False)  # the collective that runs, once it has begun
     latency_left: float = 0.0
     share_left: float = 1.0
     started_s: float = 0.0
@@ -84,21 +77,14 @@ class Job:
 
 @dataclass(slots=True)
 class Network:
-    """All lanes, and the time to which they have been simulated.
+    """All lanes, and the time to which they have been simulated."""
 
-    Args:
-        finished: called with (job, work, start, end) when a collective ends.
-        cores: of the device, where it moves the bytes itself; the computation can use one.
-        implicit: whether collectives begin in the order of their launch: [Note: Launch order].
-        launched: jobs with collectives that have not begun, if so.
-    """
-
-    finished: Callable[[Job, Work, float, float], None]
-    cores: float | None = None
-    implicit: bool = False
+    finished: Callable[[Job, Work, float, float], None]  # called with start and end when a collective ends
+    cores: float | None = None  # of the device, where it moves the bytes itself; the computation can use one
+    implicit: bool = False  # collectives begin in the order of their launch: [Note: Launch order]
     now_s: float = 0.0
     lanes: dict[str, deque[Job]] = field(default_factory=dict)
-    launched: deque[Job] = field(default_factory=deque)
+    launched: deque[Job] = field(default_factory=deque)  # with collectives that have not begun, if `implicit`
 
     def submit(self, job: Job, lane: str) -> Job:
         """Queues `job`; an empty chain ends when it could start."""

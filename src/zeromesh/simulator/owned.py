@@ -48,24 +48,17 @@ from zeromesh.simulator.workload import FixedWorkload
 class OwnedTensors:
     """The tensors that one optimizer steps on by owners.
 
-    Args:
-        optimizer: muon or adamw.
-        tensors: all of them.
-        owners: who has which, among ranks that hold one copy of the states, or with `broadcast` those of them that have
-            the same parameters.
-        buckets: in which they are stepped.
-        held_bytes: by owner: its states, and the values that it keeps.
-        sliced_bytes: the same for AdamW on slices of the same tensors.
-        room_bytes: by owner: memory that comes in a step and goes with it, at its most.
+    Owners are among the ranks that hold one copy of the states, or with `broadcast` those of them that have the same
+    parameters.
     """
 
     optimizer: str
     tensors: tuple[Placement, ...]
     owners: Owners
-    buckets: tuple[Bucket, ...]
-    held_bytes: tuple[float, ...]
-    sliced_bytes: float
-    room_bytes: tuple[float, ...]
+    buckets: tuple[Bucket, ...]  # in which they are stepped
+    held_bytes: tuple[float, ...]  # by owner: its states, and the values that it keeps
+    sliced_bytes: float  # the same for AdamW on slices of the same tensors
+    room_bytes: tuple[float, ...]  # by owner: memory that comes in a step and goes with it, at its most
 
     @property
     def numel(self) -> int:
@@ -91,21 +84,13 @@ class OwnedTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stepping:
-    """How one optimizer steps on a tensor.
-
-    Args:
-        optimizer: muon or adamw.
-        wanted: which tensors it steps on.
-        cost: of one of a shape, which owners are balanced by.
-        seconds: of the same.
-        state_bytes: that it keeps for each element.
-    """
+    """How one optimizer steps on a tensor."""
 
     optimizer: str
-    wanted: Callable[[UnitSpec, TensorSpec], bool]
-    cost: Callable[[Sequence[int]], float]
+    wanted: Callable[[UnitSpec, TensorSpec], bool]  # whether it steps on it
+    cost: Callable[[Sequence[int]], float]  # by shape; owners are balanced by it
     seconds: Callable[[Sequence[int]], float]
-    state_bytes: int
+    state_bytes: int  # for each element
 
 
 def by_owners(optimizer: str, ownership: str, mechanics: Mechanics) -> bool:

@@ -35,27 +35,16 @@ class PipelineRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnersShare:
-    """Balance of one optimizer that steps by owners.
-
-    Args:
-        optimizer: muon or adamw.
-        tensors: that it steps on.
-        ranks: that share them.
-        balance: the largest share of work, in times of the mean.
-        bound: of the same, a lower bound for every choice.
-        fullest: the rank, of those, that holds most.
-        held_bytes: there: states, and values that it keeps.
-        sliced_bytes: the same for AdamW on slices of the same tensors, on each.
-    """
+    """Balance of one optimizer that steps by owners."""
 
     optimizer: str
     tensors: int
-    ranks: int
-    balance: float
-    bound: float
-    fullest: int
-    held_bytes: float
-    sliced_bytes: float
+    ranks: int  # that share the tensors
+    balance: float  # the largest share of work, in times of the mean
+    bound: float  # of the same, a lower bound for every choice
+    fullest: int  # the rank, of those, that holds most
+    held_bytes: float  # there: states, and values that it keeps
+    sliced_bytes: float  # the same for AdamW on slices of the same tensors, on each
 
     def __str__(self) -> str:
         return (
@@ -68,51 +57,28 @@ class OwnersShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """One step, simulated; with a pipeline step and traffic are its slowest rank's, and memory is the fullest's.
+    """One step, simulated; with a pipeline step and traffic are its slowest rank's, and memory is the fullest's."""
 
-    Args:
-        strategy: in normal form.
-        engine: whose mechanics.
-        world: devices, all together.
-        parallel: by how many of them the model is cut beside data.
-        micro_batches: of one step on one device.
-        step_s: from one optimizer step to the next.
-        tokens_per_s_per_device: throughput.
-        mfu: model FLOPs over the peak in the dtype of the parameters.
-        compute_s: of the step, its slow-down under communication included.
-        exposed_comm_s: that the device stands still for communication.
-        exposed: (axes, collective, seconds), longest first.
-        memory: at the peak.
-        memory_limit_bytes: of the device, the margin off.
-        host_memory_bytes: that each device's rank keeps in its host's memory.
-        machine_devices: devices whose ranks share a machine's memory.
-        machine_limit_bytes: usable memory of a machine; infinite if it is unknown.
-        axes: traffic by axis, those inside the model last.
-        owners: of each optimizer that steps by owners.
-        ranks: of a pipeline, one of each kind.
-        trace: events of the step, where asked for.
-    """
-
-    strategy: str
+    strategy: str  # in normal form
     engine: str
-    world: int
-    micro_batches: int
-    step_s: float
+    world: int  # devices, all together
+    micro_batches: int  # of one step on one device
+    step_s: float  # from one optimizer step to the next
     tokens_per_s_per_device: float
-    mfu: float
-    compute_s: float
-    exposed_comm_s: float
-    exposed: tuple[tuple[str, str, float], ...]
-    memory: MemoryBytes
-    memory_limit_bytes: float
-    axes: tuple[AxisTraffic, ...]
-    parallel: Parallel = WHOLE
-    owners: tuple[OwnersShare, ...] = ()
-    ranks: tuple[PipelineRank, ...] = ()
-    trace: Trace | None = None
-    host_memory_bytes: float = 0.0
-    machine_devices: int = 1
-    machine_limit_bytes: float = inf
+    mfu: float  # model FLOPs over the peak in the dtype of the parameters
+    compute_s: float  # of the step, its slow-down under communication included
+    exposed_comm_s: float  # that the device stands still for communication
+    exposed: tuple[tuple[str, str, float], ...]  # (axes, collective, seconds), longest first
+    memory: MemoryBytes  # at the peak
+    memory_limit_bytes: float  # of the device, the margin off
+    axes: tuple[AxisTraffic, ...]  # those inside the model last
+    parallel: Parallel = WHOLE  # by how many devices the model is cut beside data
+    owners: tuple[OwnersShare, ...] = ()  # of each optimizer that steps by owners
+    ranks: tuple[PipelineRank, ...] = ()  # of a pipeline, one of each kind
+    trace: Trace | None = None  # events of the step, where asked for
+    host_memory_bytes: float = 0.0  # that each device's rank keeps in its host's memory
+    machine_devices: int = 1  # whose ranks share a machine's memory
+    machine_limit_bytes: float = inf  # usable memory of a machine; infinite if it is unknown
 
     __repr__ = short_repr
 

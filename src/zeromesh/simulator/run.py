@@ -69,17 +69,11 @@ def simulate(
     """Simulates one step in steady state.
 
     Args:
-        model: its units.
         cluster: cut to the world in use (`Cluster.take`); its levels are the mesh axes.
-        strategy: on the cluster's levels.
-        workload: the batch, recomputation and dtypes.
         engine: a name of `ENGINES`, or mechanics of one's own.
         constants: of the cost model; None for the shipped ones.
         memory_margin: share of the device's memory to leave free.
         record: simulate every micro-batch and keep a `Trace`.
-
-    Returns:
-        Step time, traffic, exposed communication and memory.
 
     Raises:
         MeshError: the strategy does not fit the cluster's levels.

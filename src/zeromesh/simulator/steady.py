@@ -27,18 +27,13 @@ from zeromesh.simulator.network import Job
 
 @dataclass(slots=True)
 class Repeats:
-    """Looks for states that come back in a step.
+    """Looks for states that come back in a step."""
 
-    Args:
-        row: the blocks, by unit.
-        period: blocks after which the same slots are next.
-        seconds: of `period` blocks more, in all phases but the first so far; None where one did not come back.
-        first: states and times in which the first forwards begin, up to the last block's.
-    """
-
-    row: range
-    period: int
+    row: range  # the blocks, by unit
+    period: int  # blocks after which the same slots are next
+    # Seconds of `period` blocks more, in all phases but the first so far; None where one did not come back.
     seconds: float | None = 0.0
+    # States and times in which the first forwards begin, up to the last block's.
     first: list[tuple[object, float]] = field(default_factory=list)
     _phases: dict[bool, list[tuple[object, float]]] = field(default_factory=lambda: {True: [], False: []})
     _last_s: float = 0.0

@@ -28,7 +28,6 @@ def schedule_units(
 
     Args:
         model: of which every tensor has the name that it has in the engine.
-        workload: its dtypes.
         bucket_bytes: 0 joins nothing.
         parts: names of those that have layouts of their own.
         shares: by part, the model's under "", of which share of the tensors the host takes its stage, in percent.
@@ -101,11 +100,7 @@ def _buffers(
 
 
 def _part_around(parameter: str, parts: Iterable[str]) -> str:
-    """The part that a parameter of this qualified name is in, as far as names say; "" for none.
-
-    Raises:
-        ModelError: it would be in two.
-    """
+    """The part that a parameter of this qualified name is in, as far as names say; "" for none."""
     modules = _modules_around(parameter)
     found = [part for part in parts if any(belongs(part, module, "") for module in modules)]
     if len(found) > 1:

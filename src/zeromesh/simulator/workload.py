@@ -17,34 +17,21 @@ OWNERSHIPS = ("slices", "owners")
 class FixedWorkload:
     """One training step.
 
-    Args:
-        seq_len: tokens in a sequence.
-        global_batch_tokens: tokens in a step, all devices together.
-        micro_batch: sequences that a device computes at once.
-        recomputation: which activations of the blocks are computed again.
-        param_dtype: of compute, and of parameters on the wire.
-        reduce_dtype: of gradients on the wire; None is `param_dtype`.
-        grad_dtype: of the accumulated gradient.
-        master_dtype: of the optimizer's copy.
-        optimizer: adamw, or muon for the matrices of blocks and adamw for the rest.
-        ownership: whether adamw steps on slices, or on whole tensors that each have an owner. Muon's always have.
-        parallel: by how many ranks the model is cut beside data.
-
     Raises:
         InputError: a size below 1, or a dtype that is not fp64, fp32, bf16 or fp16.
     """
 
     seq_len: int
-    global_batch_tokens: int
-    micro_batch: int = 1
-    recomputation: Recomputation = Recomputation.NONE
-    param_dtype: str = "bf16"
-    reduce_dtype: str | None = None
-    grad_dtype: str = "fp32"
-    master_dtype: str = "fp32"
-    optimizer: str = "adamw"
-    ownership: str = "slices"
-    parallel: Parallel = WHOLE
+    global_batch_tokens: int  # tokens in a step, all devices together
+    micro_batch: int = 1  # sequences that a device computes at once
+    recomputation: Recomputation = Recomputation.NONE  # of activations of the blocks
+    param_dtype: str = "bf16"  # of compute, and of parameters on the wire
+    reduce_dtype: str | None = None  # of gradients on the wire; None is `param_dtype`
+    grad_dtype: str = "fp32"  # of the accumulated gradient
+    master_dtype: str = "fp32"  # of the optimizer's copy
+    optimizer: str = "adamw"  # or muon for the matrices of blocks and adamw for the rest
+    ownership: str = "slices"  # or whole tensors that each have an owner, for adamw; muon's always have
+    parallel: Parallel = WHOLE  # by how many ranks the model is cut beside data
 
     def __post_init__(self) -> None:
         settle_dtypes(self)

@@ -29,8 +29,7 @@ REGISTERED: list[str | type[WireFormat]] = ["zeromesh.wires.blocks:QuantFormat"]
 def coded(wire: str | None) -> WireFormat | None:
     """The format that the notation spells `wire`; None where elements are sent as they are.
 
-    Raises:
-        NotationError: of a format that cannot be, such as a block of 7.
+    NotationError for a format that cannot be, such as a block of 7.
     """
     found = (form.parse(wire) for form in _formats()) if wire and wire not in DTYPES else ()
     return next((form for form in found if form is not None), None)

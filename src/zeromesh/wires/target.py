@@ -11,26 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a sum goes: rounded once to the dtype of `out`.
+    """Where a sum goes: rounded once to the dtype of `out`."""
 
-    Args:
-        out: of the chunk's length.
-        scale: factor of the sum.
-        accumulate: add to the values there.
-    """
-
-    out: Tensor
-    scale: float
-    accumulate: bool
+    out: Tensor  # of the chunk's length
+    scale: float  # factor of the sum
+    accumulate: bool  # add to the values there
 
     def add_up(self, terms: Sequence[Tensor], part: slice, total: Tensor, widened: Tensor) -> None:
-        """Sums two or more `terms` in order into `out[part]`; one of them may be `out[part]` itself.
+        """Sums two or more `terms` in order into `out[part]`, all equally long; one of them may be `out[part]` itself.
 
-        Args:
-            terms: equally long.
-            part: of `out`, as long as they are.
-            total: memory for the sum, wide, at least as long.
-            widened: as much for one term.
+        `total` is memory for the sum, wide, at least as long, `widened` as much for one term.
         """
         numel = terms[0].numel()
         total, widened = total[:numel], widened[:numel]

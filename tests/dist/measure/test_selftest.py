@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,7 +39,7 @@ def test_all_is_well_on_two_ranks_of_a_torchrun(tmp_path: Path) -> None:
         return find_task(task)(ranks, **options)
 
     def shortly(ranks: object, **options: object) -> object:
-        options |= {"rounds": 4, "seconds": 0.2, "find": True, "works": [BATCH.work.to_json()]}
+        options |= {"rounds": 4, "seconds": 0.2, "find": True, "works": [asdict(BATCH.work)]}
         return measure(ranks, **options)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -324,10 +324,10 @@ def test_the_why_agrees_with_the_numbers() -> None:
             assert reason.step_s is None
     zero_1 = next(reason for reason in planned.why if reason.name == "ZeRO-1")
     assert zero_1.outcome == "excluded"
-    front = [(point.memory_bytes, point.step_s) for point in planned.front]
+    front = [(point.memory_bytes, point.step_s) for point in planned.found.front]
     assert len(front) >= 3 and front == sorted(front)
     assert [step for _, step in front] == sorted((step for _, step in front), reverse=True)
-    assert planned.front[-1].step_s == planned.found.best.step_s
+    assert planned.found.front[-1].step_s == planned.found.best.step_s
 
 
 def test_other_engines_are_planned_without_a_proof() -> None:

@@ -139,7 +139,7 @@ def test_a_browser_shows_the_plan(browser: str, planned: Planned, tmp_path: Path
     totals = [float(value) for value in re.findall(r'data-total-bytes="([\d.e+]+)"', dom)]
     assert totals == [choice.simulation.memory.total for choice in planned.candidates]
     steps = [float(value) for value in re.findall(r'data-step-s="([\d.e+-]+)"', dom)]
-    assert steps == [point.step_s for point in planned.front]
+    assert steps == [point.step_s for point in planned.found.front]
     assert 'data-resource="compute"' in dom
     for reason in planned.why:
         assert reason.strategy in dom
@@ -166,7 +166,7 @@ def test_terms_are_explained_and_points_labelled_where_they_stand(planned: Plann
     html = plan_page(planned)
     for term in ("MFU", "exposed", "activations", "stage", "strategy"):
         assert re.search(rf'<abbr tabindex="0" title="[^"]+">{term}</abbr>', html), term
-    assert html.count("<li>") == len(planned.front) and f"<b>{len(planned.front)}</b></span>" in html
+    assert html.count("<li>") == len(planned.found.front) and f"<b>{len(planned.found.front)}</b></span>" in html
 
 
 def test_a_screenshot_has_bars_points_and_lanes(browser: str, planned: Planned, tmp_path: Path) -> None:

@@ -43,11 +43,6 @@ _SPELT = re.compile(r"int(?P<bits>[48])(\[(?P<block>\d{1,9})\])?", re.ASCII)
 class QuantFormat(WireFormat):
     """`int8`, or `int4[32]` with blocks of its own.
 
-    Args:
-        bits: 8 or 4.
-        block: elements that share a scale, a multiple of 8 from 8 to `LARGEST_BLOCK`.
-        stochastic: round at random, without bias, instead of to nearest.
-
     Raises:
         NotationError: another number of bits, or a block that cannot be packed.
     """
@@ -56,8 +51,8 @@ class QuantFormat(WireFormat):
     kernels: ClassVar[bool] = True
 
     bits: int
-    block: int = BLOCK
-    stochastic: bool = False
+    block: int = BLOCK  # elements that share a scale, a multiple of 8 from 8 to `LARGEST_BLOCK`
+    stochastic: bool = False  # round at random, without bias, instead of to nearest
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
