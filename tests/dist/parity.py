@@ -1,8 +1,8 @@
 """Trains one model plainly and sharded on the same global batch, and holds the two against each other.
 
 The first rank runs the plain forwards and backwards of all ranks' data and tells the others its gradients, since
-processes outnumber cores. After each backward all gradients are compared, after each step all parameters: this rank's
-slices with the same parts of the whole tensors.
+processes outnumber cores; a `Case` trains plainly once for all strategies. After each backward all gradients are
+compared, after each step all parameters: this rank's slices with the same parts of the whole tensors.
 
 `check(base, *strategies)` trains any model in fp64. `check_case(strategy, case)` trains one that is awkward to shard in
 any precision, compares optimizer states, norms, padding and replicas too, and raises `Unequal` on all ranks alike.
@@ -199,6 +199,17 @@ def close(ours: Tensor, theirs: Tensor, what: str, bound: float = BOUND) -> None
     )
 
 
+def all_close(compared: Sequence[tuple[Tensor, Tensor, str]], bound: float = BOUND) -> None:
+    """All at once, since a comparison takes longer than its few elements do; one by one for the message."""
+    pairs = [(ours.cpu(), theirs.to("cpu", ours.dtype)) for ours, theirs, _ in compared]
+    if pairs and all(ours.shape == theirs.shape for ours, theirs in pairs):
+        flat = [torch.cat([tensor.flatten() for tensor in side]) for side in zip(*pairs, strict=True)]
+        if torch.allclose(*flat, rtol=bound, atol=bound):
+            return
+    for ours, theirs, what in compared:
+        close(ours, theirs, what, bound)
+
+
 def shown(model: nn.Module) -> list[bool]:
     """For each parameter, whether an optimizer would see a gradient."""
     return [param.grad is not None for param in model.parameters()]
@@ -220,16 +231,18 @@ def share_grads(model: nn.Module) -> None:
 
 def same_grads(model: Models, plain: nn.Module, bound: float = BOUND) -> None:
     """This rank's gradients are slices of the plain model's; both have one, or neither has."""
+    compared = []
     for name, param, expected in both_params(model, plain):
         grad: Any = param.grad
         assert (grad is None) == (expected.grad is None), f"{name}: grad is {grad}, should be {expected.grad}"
         if expected.grad is not None:
-            close(grad.local, local_part(param, expected.grad), f"gradient of {name}", bound)
+            compared.append((grad.local, local_part(param, expected.grad), f"gradient of {name}"))
+    all_close(compared, bound)
 
 
 def same_params(model: Models, plain: nn.Module, bound: float = BOUND) -> None:
-    for name, param, expected in both_params(model, plain):
-        close(param.local, local_part(param, expected), name, bound)
+    both = both_params(model, plain)
+    all_close([(param.local.detach(), local_part(param, expected), name) for name, param, expected in both], bound)
 
 
 def same_optimizer_states(
@@ -240,15 +253,17 @@ def same_optimizer_states(
     bound: float = BOUND,
 ) -> None:
     """Moments are slices of the plain optimizer's, and all else of a parameter's state, such as its steps, is equal."""
+    compared = []
     for name, param, expected in both_params(model, plain):
         ours, theirs = optimizer.state.get(param, {}), plain_optimizer.state.get(expected, {})
         assert ours.keys() == theirs.keys(), f"optimizer states of {name}: {sorted(ours)}, should be {sorted(theirs)}"
         for key, value in theirs.items():
             whole = not isinstance(value, Tensor) or value.shape != expected.shape or key == "step"
             if not whole:
-                close(ours[key], local_part(param, value), f"{key} of {name}", bound)
+                compared.append((ours[key], local_part(param, value), f"{key} of {name}"))
             else:
                 assert ours[key] == value, f"{key} of {name} is {ours[key]}, should be {value}"
+    all_close(compared, bound)
 
 
 def same_state(model: nn.Module, plain: nn.Module, bound: float = BOUND) -> None:
@@ -257,9 +272,7 @@ def same_state(model: nn.Module, plain: nn.Module, bound: float = BOUND) -> None
     if dist.get_rank() == 0:
         expected = plain.state_dict()
         assert state.keys() == expected.keys()
-        for name, value in expected.items():
-            assert state[name].shape == value.shape
-            close(state[name], value, name, bound)
+        all_close([(state[name], value, name) for name, value in expected.items()], bound)
     else:
         assert state == {}
 
@@ -287,6 +300,7 @@ class Pair:
         bound: largest difference, relative or absolute.
         clip: norm to clip to; None neither clips nor looks at the norm.
         device: of the sharded copy; batches are tensors where it is not the host.
+        places: number of data-parallel ranks; 0: those of the sharded copy.
     """
 
     base: nn.Module
@@ -307,8 +321,8 @@ class Pair:
     bound: float = BOUND
     clip: float | None = None
     device: str = "cpu"
+    places: int = 0
     plain: Any = field(init=False)
-    places: int = field(init=False)
     own: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -319,8 +333,9 @@ class Pair:
             self.prepare(self.model)
             self.wrap(self.model)
             zm.shard(self.model, mesh_of_world(self.device), self.strategy, **self.options)
-        control = engine_of(self.model if isinstance(self.model, nn.Module) else self.model[0]).control
-        self.places, self.own = control.size, control.rank
+        if not self.places:
+            control = engine_of(self.model if isinstance(self.model, nn.Module) else self.model[0]).control
+            self.places, self.own = control.size, control.rank
 
     @property
     def total(self) -> float:
@@ -712,6 +727,51 @@ def require_same(what: str, ours: Bits, theirs: Bits) -> None:
     assert ours and not differ, f"{what}: {len(differ)} differ: {differ[:8]}"
 
 
+@dataclass(kw_only=True)
+class PlainStep:
+    """One step of plain training: gradients before they are clipped, and parameters after it."""
+
+    grads: list[Tensor | None]
+    terms: list[Tensor] | None
+    evaluated: float
+    norm: float
+    params: list[Tensor]
+
+    def show_grads(self, plain: nn.Module) -> None:
+        for param, grad in zip(plain.parameters(), self.grads, strict=True):
+            param.grad = grad
+
+    def show_params(self, plain: nn.Module) -> None:
+        for param, value in zip(plain.parameters(), self.params, strict=True):
+            param.data = value
+
+
+@dataclass(kw_only=True)
+class Plainly:
+    """Plain training of a case: its model, whose values are those of the step last shown, and its optimizer."""
+
+    model: nn.Module
+    optimizer: Optimizers
+    steps: list[PlainStep]
+
+
+def plainly(case: Case) -> Plainly:
+    model, loss = case.plain()
+    pair = Pair(base=model, model=model, plain_loss=loss, places=case.world, **case.training())
+    optimizer, steps = case.make_optimizer(param for param in model.parameters() if param.requires_grad), []
+    for step in range(case.steps):
+        pair.terms = [torch.zeros_like(p) for p in model.parameters()] if case.precision == "bf16-wire" else None
+        pair.plain_backward(step)
+        grads = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+        evaluated = told_by_first(evaluate, model, case, case.plain_device, loss) if case.evaluate else 0.0
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), case.clip or math.inf))
+        optimizer.step()
+        optimizer.zero_grad()
+        params = [param.detach().clone() for param in model.parameters()]
+        steps.append(PlainStep(grads=grads, terms=pair.terms, evaluated=evaluated, norm=norm, params=params))
+    return Plainly(model=model, optimizer=optimizer, steps=steps)
+
+
 def check_case(strategy: str, case: Case, *shape: int, before_step: Callable[[], None] = lambda: None) -> None:
     """Trains with `strategy` on a mesh of `shape` (innermost first) and compares: see the module.
 
@@ -721,32 +781,30 @@ def check_case(strategy: str, case: Case, *shape: int, before_step: Callable[[],
         shape: of the mesh, innermost first.
         before_step: called between the comparison of gradients and the optimizer's step; for faults.
     """
+    plain = kept(plainly, case)
     with sharded(strategy, case, mesh_of(*shape, device=case.device)) as (model, optimizer):
-        plain, plain_loss = case.plain()
-        pair = Pair(base=plain, model=model, plain_loss=plain_loss, **case.training())
-        plain_optimizer = case.make_optimizer(param for param in plain.parameters() if param.requires_grad)
+        pair = Pair(base=plain.model, model=model, **case.training())
         comparison, clip = Comparison(pair=pair, case=case), case.clip or math.inf
-        for step in range(case.steps):
+        for step, expected in enumerate(plain.steps):
             first = step == 0
-            pair.terms = [torch.zeros_like(p) for p in plain.parameters()] if case.precision == "bf16-wire" else None
-            pair.plain_backward(step)
             pair.backward(step)
+            expected.show_grads(plain.model)
+            pair.terms = expected.terms
             comparison.gradients(step)
             if case.evaluate:
-                expected = told_by_first(evaluate, plain, case, case.plain_device, plain_loss)
-                comparison.number(f"loss after backward {step}", evaluate(model, case, case.device), expected)
+                comparison.number(f"loss after backward {step}", evaluate(model, case, case.device), expected.evaluated)
             slices = comparison.slices() if first and case.precision != "fp64" else {}
             norm = float(zm.clip_grad_norm_(model, clip))
-            comparison.number(f"norm {step}", norm, float(nn.utils.clip_grad_norm_(plain.parameters(), clip)))
+            comparison.number(f"norm {step}", norm, expected.norm)
             before_step()
-            for each in (optimizer, plain_optimizer):
-                each.step()
-                each.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected.show_params(plain.model)
             comparison.parameters()
             if slices:
                 comparison.stepped(optimizer, slices, min(1.0, clip / (norm + 1e-6)))
         if case.precision == "fp64":
-            comparison.tell(partial(same_optimizer_states, model, optimizer, plain, plain_optimizer))
+            comparison.tell(partial(same_optimizer_states, model, optimizer, plain.model, plain.optimizer))
             if case.device == "cpu" and case.debug:  # in one case of five: it costs as much as a step
                 comparison.tell(pair.same_state)
         comparison.padding()
