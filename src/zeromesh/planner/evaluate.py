@@ -17,7 +17,7 @@ from zeromesh.simulator.division import Division
 from zeromesh.simulator.few import simulate_few
 from zeromesh.simulator.mechanics import Mechanics, find_engine
 from zeromesh.simulator.result import Simulation
-from zeromesh.simulator.run import Setups, setups_of, simulate_divided
+from zeromesh.simulator.run import Setups, setups_of, setups_with, simulate_divided
 from zeromesh.strategy import Stage, Strategy
 from zeromesh.strategy.collective import AUTO
 from zeromesh.units import format_seconds
@@ -97,6 +97,8 @@ class Evaluator:
     _known: Shared = field(default_factory=Shared, init=False)
     _estimates: dict[Candidate, Estimate] = field(default_factory=dict, init=False)
     _simulations: dict[Candidate, Simulation] = field(default_factory=dict, init=False)
+    # One layout is asked for with one choice after another, and its schedule takes as long as a small model's step.
+    _last: tuple[tuple[Strategy, Parallel], Setups] | None = field(default=None, init=False)
 
     @property
     def mechanics(self) -> Mechanics:
@@ -172,8 +174,12 @@ class Evaluator:
 
     def _setups(self, candidate: Candidate) -> Setups:
         work = self.workload.fixed(candidate.micro_batch, candidate.recomputation, candidate.parallel)
-        division = self.division(candidate.parallel)
-        return setups_of(division, candidate.strategy, work, self.engine, self.constants)
+        layout = candidate.strategy, candidate.parallel
+        if self._last is not None and self._last[0] == layout:
+            return setups_with(self._last[1], work)
+        setups = setups_of(self.division(candidate.parallel), candidate.strategy, work, self.engine, self.constants)
+        self._last = layout, setups
+        return setups
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Step time and memory of `candidate`."""

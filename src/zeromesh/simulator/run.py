@@ -118,7 +118,15 @@ def setups_of(
     constants: Constants | None = None,
 ) -> Setups:
     """The setups of a step, as `simulate` describes it, on parts that are cut already."""
-    setups = [Setup.of(division, part, strategy, workload, engine, constants) for part in division.parts]
+    return _with_idle(division, [Setup.of(division, p, strategy, workload, engine, constants) for p in division.parts])
+
+
+def setups_with(setups: Setups, workload: FixedWorkload) -> Setups:
+    """The same with another micro-batch or recomputation, on which the schedules do not depend."""
+    return _with_idle(setups[0][0].division, [replace(setup, workload=workload) for setup, _ in setups])
+
+
+def _with_idle(division: Division, setups: Sequence[Setup]) -> Setups:
     if division.parallel.pp == 1:  # no others to wait for; a search comes here thousands of times
         return [(setup, 0.0) for setup in setups]
     return list(zip(setups, idle_seconds(division, [setup.micro_batch_s() for setup in setups]), strict=True))

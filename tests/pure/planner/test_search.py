@@ -192,12 +192,10 @@ def test_a_large_model_is_trained_on_one_small_device_from_the_host_s_memory() -
 def test_a_large_model_on_small_devices_takes_what_a_machine_has_of_memory() -> None:
     """Where something fits without the host it is searched only if asked for, and not recommended for nothing."""
     small = find_cluster("rtx4090-8x-10g").take(4)
-    workload = Workload(seq_len=2048, global_batch_tokens=1 << 16)
-    answers = {}
+    workload = Workload(seq_len=2048, global_batch_tokens=1 << 16, recomputation=Recomputation.FULL)
+    options, answers = Options(splits="none"), {}
     for name, machine_bytes in (("llama-7b", 128e9), ("llama-7b", 96e9), ("llama-13b", 256e9)):
-        planned = plan(
-            preset(name), replace(small, host_memory_bytes=machine_bytes), workload, options=Options(splits="none")
-        )
+        planned = plan(preset(name), replace(small, host_memory_bytes=machine_bytes), workload, options=options)
         best, strategy = planned.best.simulation, planned.best.candidate.strategy
         answers[name, machine_bytes] = best.strategy.partition(",")[0]
         assert best.fits and machine_bytes * 0.7 < best.machine_memory_bytes < machine_bytes * 0.95
@@ -211,10 +209,10 @@ def test_a_large_model_on_small_devices_takes_what_a_machine_has_of_memory() -> 
         match=r"llama-13b fits on 4 x RTX-4090.* is node=3,.*would fit with 234.3 GB of a machine's memory, of which "
         r"121.6 GB are usable \(95% of 128 GB\)$",
     ):
-        plan(preset("llama-13b"), replace(small, host_memory_bytes=128e9), workload)
-    found, _ = search(small_model(), TIGHT, WORKLOAD)
+        plan(preset("llama-13b"), replace(small, host_memory_bytes=128e9), workload, options=options)
+    found, _ = search(small_model(), TIGHT, WORKLOAD, options=options)
     assert {estimate.candidate.strategy.host for estimate in found.ranked} == {Stage.ZERO}
-    planned = plan(small_model(), TIGHT, WORKLOAD, options=Options(host="any"))
+    planned = plan(small_model(), TIGHT, WORKLOAD, options=replace(options, host="any"))
     assert planned.best.candidate.strategy.host is Stage.ZERO and planned.host_s == 0.0
     assert planned.found.searched == 5 * found.searched
 
