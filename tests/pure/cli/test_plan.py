@@ -107,7 +107,7 @@ def test_plan_takes_the_host_s_memory_where_nothing_fits_without(zeromesh, tmp_p
     assert re.search(r"ZeRO-1  host=\d,node=1,cluster=0  does not fit: \d+ GB of a machine's memory are", out)
     page = (tmp_path / "plan.html").read_text()
     assert "27 GB on the host (108 GB a machine)" in page and 'GB + 27.4 GB on the host" data-step-s' in page
-    answer = json.loads(zeromesh(*base, "--host-memory", "128GB", "--json")[1])
+    answer = json.loads(zeromesh(*base, "--host-memory", "128GB", "--micro-batch", "8", "--json")[1])
     step = answer["best"]
     assert step["machine_memory_bytes"] == 4 * step["host_memory_bytes"] < step["machine_memory_limit_bytes"] == 121.6e9
     assert 0 < answer["host_s"] < step["step_s"] and answer["front"][0]["host_memory_bytes"] > 20e9
