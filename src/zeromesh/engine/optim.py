@@ -192,6 +192,11 @@ def _run_step(step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs:
     except RuntimeError as failure:
         if not isinstance(failure, OptimizerError):  # those are alike on all ranks
             look_at_states(optimizer, failure)
+            if any(param.grad is not None and param.grad.dtype != param.dtype for param in _params(optimizer)):
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} takes gradients in the dtype of its parameters alone: give zm.shard "
+                    f"one dtype as grad_dtype= and master_dtype= [{failure}]"
+                ) from failure
         raise
 
 
@@ -255,10 +260,6 @@ def look_at_states(optimizer: Optimizer, failure: RuntimeError | None = None) ->
     """After its first step, or as that has failed, if nobody knows the kinds of its states."""
     if (look := UNPROVEN.get(optimizer)) is not None:
         look(optimizer, failure)
-
-
-def updates(optimizer: Optimizer, engine: object) -> bool:
-    return engine in by_engine(optimizer)
 
 
 def by_engine(optimizer: Optimizer) -> dict[Any, list[ShardedParameter]]:

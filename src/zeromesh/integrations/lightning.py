@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.hooks import install
-from zeromesh.engine.optim import check_optimizer, updates
+from zeromesh.engine.optim import by_engine, check_optimizer
 from zeromesh.engine.steps import accumulate
 from zeromesh.engine.whole import whole_state
 from zeromesh.errors import CheckpointError, InputError
@@ -145,7 +145,7 @@ def _load(
 
 def _held(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, list[Optimizer]]:
     """By model, the optimizers that update it."""
-    held = {name: [one for one in optimizers if updates(one, engine_of(model))] for name, model in models.items()}
+    held = {name: [one for one in optimizers if engine_of(model) in by_engine(one)] for name, model in models.items()}
     if not all(any(one in own for own in held.values()) for one in optimizers):
         raise InputError("an optimizer is saved and loaded with the model that it updates: give that model too")
     return held

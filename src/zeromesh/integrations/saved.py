@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.optim import updates
+from zeromesh.engine.optim import by_engine
 from zeromesh.engine.whole import sliced_like, whole_state
 
 
@@ -22,7 +22,7 @@ def checkpoints_of(
 
     A model that lies frozen beneath PEFT's adapters came from files of its own, so it is left out; loads compare it.
     """
-    own = [optimizer for optimizer in optimizers if updates(optimizer, engine_of(model))]
+    own = [optimizer for optimizer in optimizers if engine_of(model) in by_engine(optimizer)]
     beneath = {param for part in model.modules() if is_peft(part) for param in part.parameters()}
     frozen = any(not param.requires_grad and param not in beneath for param in model.parameters())
     return Checkpoints(directory, model, own, keep=1, frozen=frozen)

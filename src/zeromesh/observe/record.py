@@ -33,7 +33,7 @@ from zeromesh.comm.lane import Lane, Ticket
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.backend import ByLane, UnitChains
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.optim import updates
+from zeromesh.engine.optim import by_engine
 from zeromesh.schedule.program import PointKind
 from zeromesh.schedule.transfer import COPIES
 from zeromesh.strategy.stage import HOST
@@ -356,11 +356,11 @@ class _Recorder:
                     self._starts.append(self.clock.mark())
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if updates(optimizer, self.engine):  # not one that another steps inside of its own step
+        if self.engine in by_engine(optimizer):  # not one that another steps inside of its own step
             self._close()
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if updates(optimizer, self.engine):
+        if self.engine in by_engine(optimizer):
             self._close()
             self.place = replace(self.place, micro_batch=-1)
             self._slice = ("optimizer", None, self.clock.mark())

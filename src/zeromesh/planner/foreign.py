@@ -300,8 +300,7 @@ def _deepspeed(has: _Has) -> dict[str, Any]:
     zero("mics_hierarchical_params_gather")
     outer = f"{stage}k{wire}" if hpz > 1 else "0" if mics > 0 else ""
     dtype = next((name for name in ("bf16", "fp16") if has.take(f"{name}.enabled") is True), "fp32")
-    # DeepSpeed's engine accumulates in the model's dtype where it shards (get_data_types).
-    keys = {} if dtype == "fp32" else {"dtypes.param": dtype, "dtypes.grad": dtype if stage else "fp32"}
+    keys = {} if dtype == "fp32" else {"dtypes.param": dtype}
     devices = [zero(f"offload_{kind}.device", "none") for kind in ("optimizer", "param")]
     return {
         "parts": ((inner, max(hpz, mics)), (outer, 0)) if outer else ((inner, 0),),

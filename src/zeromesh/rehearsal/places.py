@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from zeromesh.comm.lane import Lane, Ticket
 from zeromesh.engine.engine import Engine
-from zeromesh.engine.optim import updates
+from zeromesh.engine.optim import by_engine
 from zeromesh.rehearsal.result import COMPUTE, Phase, Place
 from zeromesh.schedule.program import PointKind
 
@@ -64,7 +64,7 @@ class Places:
             self._point(kind, names[unit] if unit >= 0 else "")
 
         def stepping(optimizer: Optimizer, *_: Any) -> None:
-            if updates(optimizer, engine):
+            if engine in by_engine(optimizer):
                 self.go("optimizer")
 
         # Steps on the host run beside this thread, and launch nothing.

@@ -136,6 +136,12 @@ class DtypeConfig(Section):
     grad: DtypeName = "fp32"
     master: DtypeName = "fp32"
 
+    @model_validator(mode="after")
+    def _steps(self) -> Self:
+        if self.grad != self.master:
+            raise ValueError("AdamW takes gradients in its masters' dtype: set dtypes.grad and dtypes.master alike")
+        return self
+
     def options(self) -> dict[str, Any]:
         """By the names of `zm.shard`'s options."""
         return {f"{name}_dtype": dtype for name, dtype in self}

@@ -310,3 +310,17 @@ def test_places_of_two_tensors_are_equal_where_every_rank_has_the_same_of_both(s
     for one, other in product(tensors, repeat=2):
         same = held(*one) == held(*other)
         assert same if place[one] == place[other] else not same or one[0] != other[0]
+
+
+@pytest.mark.parametrize("options", [{"grad_dtype": "bf16"}, {"param_dtype": "bf16", "master_dtype": "bf16"}])
+def test_adam_says_that_gradients_are_in_another_dtype_than_their_masters(options):
+    """Torch names two dtypes and an argument of a kernel. SGD takes both."""
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        model = zm.shard(nn.Linear(4, 4), None, "node=1", **options)
+        optimizer = kind(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        if kind is torch.optim.SGD:
+            optimizer.step()
+            continue
+        with pytest.raises(OptimizerError, match=r"AdamW takes gradients in the dtype of its .*grad_dtype= and master"):
+            optimizer.step()

@@ -143,6 +143,7 @@ KEYS = [
     ("data.files=text", "data.files: input should be a valid tuple"),
     ("faults.nonfinite=ignore", "faults.nonfinite: input should be 'stop', 'skip' or 'rollback'; got 'ignore'"),
     ("eval.every=1", "eval.every needs something to evaluate on"),
+    ("dtypes.grad=bf16", "set dtypes.grad and dtypes.master alike"),
     ("mesh=2", "mesh: input should be a valid dictionary"),
     ("strategy=node3", "a strategy is axis=stage terms, as in node=3,cluster=1, or a preset; got 'node3'"),
     ("strategy=node=4", "stage must be one of 0, 1, 2, 3"),

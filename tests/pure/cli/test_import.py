@@ -142,7 +142,6 @@ def test_keys_are_ours_and_what_has_none_is_listed(write: Any) -> None:
     found = read_foreign(write("ds.json", json.dumps(ZERO3)))
     assert found.keys == {
         "dtypes.param": "bf16",
-        "dtypes.grad": "bf16",
         "batch.global_sequences": 256,
         "batch.micro": 4,
         "optimizer.clip_norm": 1.0,

@@ -80,20 +80,21 @@ def test_strategy_may_be_a_plan(file: Path) -> None:
 
 
 def test_a_plan_of_other_choices_is_refused_with_each_of_them(file: Path) -> None:
-    dtypes = {"param_dtype": "bf16", "grad_dtype": "fp32", "master_dtype": "bf16"}
+    dtypes = {"param_dtype": "bf16", "grad_dtype": "bf16", "master_dtype": "bf16"}
     sizes: dict[str, Any] = {"micro_batch": 8, "micro_batches": 3, "seq_len": 64, "recompute": "full"}
     mesh = (("node", 4), ("cluster", 2))
     plan = Plan(strategy=Strategy.parse("node=2,cluster=0"), mesh=mesh, **sizes, **dtypes)
     (file.parent / "plan.json").write_text(plan.to_json())
     planned = [f"strategy={file.parent}/plan.json", "mesh.node=4", "batch.micro=8", "dtypes.param=bf16"]
     planned += ["batch.global_sequences=190", "data.seq_len=64"]
-    planned += ["model.activation_checkpointing=full", "dtypes.master=bf16"]
+    planned += ["model.activation_checkpointing=full", "dtypes.grad=bf16", "dtypes.master=bf16"]
     assert load_config(file, planned).strategy == "node=2,cluster=0"
     others = (
         "mesh = cluster=2 x node=2 (planned: cluster=2 x node=4), batch.micro = 2 (planned: 8), "
         "micro-batches of a step, from batch.global_sequences = 1 (planned: 3), data.seq_len = 32 (planned: 64), "
         "model.activation_checkpointing = none (planned: full), dtypes.param = fp32 (planned: bf16), "
-        "dtypes.reduce = fp32 (planned: bf16), dtypes.master = fp32 (planned: bf16). Set them"
+        "dtypes.reduce = fp32 (planned: bf16), dtypes.grad = fp32 (planned: bf16), dtypes.master = fp32 (planned: "
+        "bf16). Set them"
     )
     with pytest.raises(InputError, match=re.escape(others)):
         load_config(file, planned[:1])
