@@ -28,6 +28,7 @@ import zeromesh as zm
 from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
 from zeromesh.engine import meetings
+from zeromesh.engine.api import engine_of
 from zeromesh.engine.param import Slice
 from zeromesh.errors import CheckpointError, CommunicationError, InputError, MismatchError, ModelError, OptimizerError
 
@@ -450,7 +451,8 @@ def test_a_rank_that_never_comes_is_named():
     group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cluster", "node"))
     model = zm.shard(net(), group, "node=3,cluster=1")
     model[0].weight.sum()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))  # after calls that all ranks come to
+    words = engine_of(model).control.group
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), words)  # after calls that all ranks come to
     if dist.get_rank() == 1:
         time.sleep(3.0)
         return
