@@ -130,6 +130,8 @@ def borrow_channel(everyone: dist.ProcessGroup, timeout_s: float) -> tuple[Chann
 
 def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """All ranks of the mesh, which call this at the same point."""
+    if mesh.device_type != "cpu" and mesh.ndim == 1 and mesh.size() < dist.get_world_size():
+        return mesh.get_group()
     # Not torch's own, by flattening the mesh: that must be done on all ranks of the mesh which this one is a part of.
     return group_of(sorted(mesh.mesh.flatten().tolist()), mesh.device_type)
 
