@@ -126,8 +126,7 @@ def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
 
 
 def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan, parts: Parts) -> dict[str, Layout]:
-    """The layouts of `strategy` on `mesh` and of its parts, the model's under "" first; refuses those that the engine
-    cannot run."""
+    """The layouts of the model (first, under "") and its parts on `mesh`; refuses those that the engine cannot run."""
     plan = None if isinstance(strategy, str | Strategy) else strategy
     chosen: str | Strategy = plan.strategy if plan else strategy  # type: ignore[assignment]  # told apart above
     # Without a mesh, presets name axes that are there only so.
@@ -145,8 +144,7 @@ def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan, parts: Par
 
 
 def precision_of(given: Mapping[str, torch.dtype | str | None], named: object) -> Precision:
-    """The dtypes that are given by `DTYPE_FIELDS`, else those that `named`, a plan or a workload, has by name, else the
-    defaults."""
+    """The dtypes `given` by `DTYPE_FIELDS`, else those that `named`, a plan or a workload, has, else the defaults."""
     names = [dtype_name(given.get(field) or getattr(named, field, None), field) for field in DTYPE_FIELDS]
     param, reduce, grad, master = (DTYPES[name] if name else None for name in names)
     return Precision(param=param, reduce=reduce, grad=grad or torch.float32, master=master or torch.float32)

@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     from zeromesh.engine.hosted import HostWork
 
 _NOBODY = 0
-_VERSION_BITS = 16
-"""A unit's version leaves room above for in-place changes of its gathered parameters: [Note: Versions]."""
+_VERSION_BITS = 16  # room above a unit's version for in-place changes of its gathered parameters: [Note: Versions]
 
 Site = tuple[dict[str, nn.Parameter | None], str, Leaf, ShardedParameter, int, bool]
 """One place of a parameter in the model: the `_parameters` of a module and a key, with the compute leaf and the
@@ -57,23 +56,15 @@ optimizer's parameter, which stand there in turn; the leaf's address, where gath
 
 @dataclass
 class UnitShards:
-    """One unit on this rank: its flat buffers, and which of its gradients there are.
-
-    Args:
-        shares_slot: whether other units are gathered into its slot.
-        used: by (buffer, parameter): whether it has had a gradient in this step.
-        versions: those of the `watched` tensors when the unit came into use; empty while it is not.
-        accepted: whether an optimizer has stepped since gradients were shown.
-        casts: leaves that forwards of the unit cast (`module.to(dtype)`), to which dtype: [Note: Casts].
-    """
+    """One unit on this rank: its flat buffers, and which of its gradients there are."""
 
     name: str
     buffers: list[FlatShards]
-    shares_slot: bool = False
-    used: list[list[bool]] = field(init=False)
-    versions: list[int] = field(default_factory=list)
-    accepted: bool = True
-    casts: dict[Leaf, torch.dtype] = field(default_factory=dict)
+    shares_slot: bool = False  # whether other units are gathered into its slot
+    used: list[list[bool]] = field(init=False)  # by (buffer, parameter): whether it has had a gradient in this step
+    versions: list[int] = field(default_factory=list)  # of `watched` when the unit came into use; empty while it is not
+    accepted: bool = True  # whether an optimizer has stepped since gradients were shown
+    casts: dict[Leaf, torch.dtype] = field(default_factory=dict)  # to which forwards cast a leaf: [Note: Casts]
 
     def __post_init__(self) -> None:
         self.begin_step()
@@ -91,8 +82,7 @@ class UnitShards:
 
     @cached_property
     def in_slot(self) -> tuple[Tensor, ...]:
-        """The tensors that carry the version of the unit's slot: a view of it, and DTensors over it. Empty if nothing
-        is gathered."""
+        """Tensors that carry the slot's version: a view of it, and DTensors over it. Empty if nothing is gathered."""
         return _one_memory([leaf for buffer in self.buffers if buffer.gathered for leaf in buffer.leaves])
 
     @cached_property
@@ -155,12 +145,8 @@ class UnitShards:
             self.accepted = True
 
     def show_grads(self, flags: Iterator[int], *, reduced: bool) -> None:
-        """Shows, as `.grad`, gradients of the parameters that some rank has used.
-
-        Args:
-            flags: by trained parameter, whether any rank has used it.
-            reduced: the state shard holds gradients of this step.
-        """
+        """Shows, as `.grad`, gradients of the parameters that some rank has used: `flags`, by trained parameter.
+        `reduced`: the state shard holds gradients of this step."""
         for buffer in self.buffers:
             for position in range(len(buffer.optimizer_grads)):
                 used = bool(next(flags))
@@ -198,14 +184,12 @@ class UnitShards:
 
 LaneName = LaneKind | Literal["step", "step 0", "step 1"]
 
-ByLane = tuple[tuple[LaneKind, Chain], ...]
-"""Chains of several lanes, each after the one before."""
+ByLane = tuple[tuple[LaneKind, Chain], ...]  # chains of several lanes, each after the one before
 
 
 @dataclass(slots=True)
 class UnitChains:
-    """The chains of one unit: gathers of all its buffers one after the other, by lane; reductions by index of the
-    buffer."""
+    """One unit's chains: gathers of all its buffers one after the other, by lane; reductions by index of the buffer."""
 
     unshard: ByLane
     unshard_kept: ByLane
@@ -215,27 +199,18 @@ class UnitChains:
 
 @dataclass(eq=False, kw_only=True)
 class DeviceBackend:
-    """Runs ops on this rank's tensors.
+    """Runs ops on this rank's tensors."""
 
-    Args:
-        units: in the schedule's order.
-        layouts: of the model, then of its parts.
-        host: copies to and from its memory; None if nothing lies there.
-        registered: whether slots lie in registered memory.
-        work: on slices in the host's memory; None before any.
-        chains: of each unit; `record` puts observed ones in their place while it records.
-    """
-
-    units: Sequence[UnitShards]
-    layouts: Sequence[Layout]
+    units: Sequence[UnitShards]  # in the schedule's order
+    layouts: Sequence[Layout]  # of the model, then of its parts
     groups: dict[str, AxisGroup]
     lanes: Mapping[LaneName, Lane]
     scratch: Mapping[LaneKind, Scratch]
-    host: HostLink | None
-    chains: Sequence[UnitChains] = field(init=False)
+    host: HostLink | None  # copies to and from its memory; None if nothing lies there
+    chains: Sequence[UnitChains] = field(init=False)  # `record` puts observed ones in their place while it records
     device: torch.device
-    registered: bool
-    work: HostWork | None = None
+    registered: bool  # whether slots lie in registered memory
+    work: HostWork | None = None  # on slices in the host's memory; None before any
 
     def __post_init__(self) -> None:
         self.chains = [self._bind(unit) for unit in self.units]
@@ -507,8 +482,7 @@ def _finish(steps: Chain, buffer: FlatShards, before: Tensor | None) -> None:
 
 
 def _require_unchanged(param: ShardedParameter, generation: int) -> None:
-    """Checks, as autograd does for saved tensors, that they are unchanged; autograd cannot for views into reused
-    buffers."""
+    """Autograd's check that saved tensors are unchanged, which it cannot make for views into reused buffers."""
     if param.changed > generation:
         raise ModelError(
             f"{param.full_name} has changed since the forward whose backward runs now: run that before the "

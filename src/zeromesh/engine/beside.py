@@ -57,15 +57,8 @@ States: Any = type("States", (defaultdict,), {name: _settled(name) for name in (
 
 
 def step_beside(step: _Step, optimizer: Optimizer) -> bool:
-    """Hands an elementwise optimizer's step on slices that lie on the host to lanes.
-
-    Args:
-        step: the optimizer's, without hooks.
-        optimizer: whose slices have had their gradients.
-
-    Returns:
-        Whether it did; if not, nothing lies there, or the step has to run here.
-    """
+    """Hands `step`, an elementwise optimizer's without its hooks, to lanes where it is on slices that lie on the host.
+    Their gradients have come. Returns whether it did; if not, nothing lies there, or the step has to run here."""
     if any(group.get("capturable") or group.get("differentiable") for group in optimizer.param_groups):
         return False
     if type(optimizer.state) is not States:
@@ -145,10 +138,7 @@ def leave_to_step(
     backend: Any, params: Sequence[ShardedParameter], grads: list[Tensor], factor: Tensor
 ) -> list[Tensor]:
     """Leaves the clip of gradients in the host's memory to the step that reads them, whose kernels multiply in passing.
-
-    Returns:
-        The other ones of `grads`, which are those of `params`.
-    """
+    Returns the other ones of `grads`, which are those of `params`."""
     there = {cast(Tensor, p.grad): grad for p, grad in zip(params, grads, strict=True) if p.steps_there}
     if {grad.dtype for grad in there.values()} != {torch.float32}:  # in which kernels take a factor
         return grads
@@ -177,18 +167,11 @@ def _clips_of(optimizer: Optimizer) -> dict[Any, _Clip]:
 class _Part:
     """Some parameters of an optimizer, to be stepped on by themselves: those that lie here.
 
-    Args:
-        attributes: of its own, a GradScaler's numbers among them.
-        backend: of the slices' engine, and their `unit`; None for other parameters.
+    `attributes` are the optimizer's own, a GradScaler's numbers among them. `backend` is that of the engine of slices,
+    which are all of one `unit`; None for other parameters."""
 
-    Attributes:
-        factor: of a clip, that the gradients are still to be multiplied by.
-        first: whether the step makes a state.
-        fresh: elements of the parameters that have none before it.
-        made_bytes: of states that the step has made for them.
-    """
-
-    factor: Tensor | None = None
+    factor: Tensor | None = None  # of a clip, that the gradients are still to be multiplied by
+    # Whether the step makes a state; elements of parameters that have none before it; bytes of states made for them.
     first, fresh, made_bytes = False, 0, 0
 
     def __init__(self, optimizer: Optimizer, attributes: Mapping[str, Any], backend: Any, unit: int) -> None:

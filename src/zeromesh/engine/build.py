@@ -85,15 +85,11 @@ def mesh_device(mesh: DeviceMesh | None, model: nn.Module | None = None) -> torc
 def make_homes(
     layouts: Mapping[str, Layout],
     mesh: DeviceMesh | None,
-    meshes: Mapping[str, DeviceMesh],
-    beyond: Mapping[str, tuple[dist.ProcessGroup, ...]],
+    meshes: Mapping[str, DeviceMesh],  # of parts that have one of their own
+    beyond: Mapping[str, tuple[dist.ProcessGroup, ...]],  # of the model's mesh, and of those
     control: Control,
 ) -> dict[str, Home]:
     """Where each layout is: on the model's mesh, or that of its part. All ranks call this together.
-
-    Args:
-        meshes: of parts that have one of their own.
-        beyond: of the model's mesh, and of those.
 
     Raises:
         MismatchError: the ranks have meshes that do not divide the model's.

@@ -52,26 +52,16 @@ class ReduceChains:
 
     Each axis averages over its ranks as it sums: fp16 wires then never carry a sum larger than the gradient. Where the
     backend sums in place, and has no such mean, the step before it scales instead. Ranks that the axes do not reach,
-    where a part of the model is shared by fewer than feed it, count in the last step's factor.
-
-    Args:
-        alone: where gradients that nothing is added to are copied to: [Note: Alone] of
-            `zeromesh.schedule.buffer_layout`.
-        boundary_alone: the boundary's steps from there.
-        micro_down: to the host, the sum of micro-batches.
-        up: from there, the sum of those before, added to a micro-batch's.
-        down: to the host, the state shard's part.
-        first: factor that whoever fills the chain's source gives to it, on the way.
-    """
+    where a part of the model is shared by fewer than feed it, count in the last step's factor."""
 
     micro: Chain
     boundary: Chain
-    alone: GradDestinations
-    boundary_alone: Chain
-    first: float
-    micro_down: Chain = ()
-    up: Chain = ()
-    down: Chain = ()
+    alone: GradDestinations  # of gradients that nothing is added to: [Note: Alone] of `zeromesh.schedule.buffer_layout`
+    boundary_alone: Chain  # the boundary's steps from there
+    first: float  # factor that whoever fills the chain's source gives to it, on the way
+    micro_down: Chain = ()  # to the host, the sum of micro-batches
+    up: Chain = ()  # from there, the sum of those before, added to a micro-batch's
+    down: Chain = ()  # to the host, the state shard's part
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +254,7 @@ class Binding:
         accumulates: bool = False,
         staged: bool = False,
     ) -> Step:
-        """One step over one axis: through staging memory if its wire has another dtype than `region`, or if
-        `staged`."""
+        """A step over one axis, through staging memory if its wire's dtype is not that of `region`, or if `staged`."""
         shards, group, scratch = self.shards, self.groups[step.axis.name], self.scratch[lane]
         wire, operation, form = DTYPES.get(step.wire, region.dtype), step.operation, step.form
         sent = scratch.region(step.numel, wire) if staged or wire != region.dtype else region

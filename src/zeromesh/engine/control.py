@@ -39,39 +39,25 @@ _models: dict[tuple[int, ...], int] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Ranks that a parameter's elements are divided among: [Note: Beyond].
+    """Ranks that a parameter's elements are divided among: [Note: Beyond]."""
 
-    Args:
-        group: None for this rank alone.
-        copies: how many of the ranks hold the same elements, each of them as many.
-    """
-
-    group: dist.ProcessGroup | None
-    copies: int = 1
+    group: dist.ProcessGroup | None  # None for this rank alone
+    copies: int = 1  # how many of the ranks hold the same elements, each of them as many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """The ranks of the mesh, for the few words that they exchange beside the data.
+    """The ranks of the mesh, for the few words that they exchange beside the data."""
 
-    Args:
-        group: of all ranks of the mesh; None on a single rank.
-        rank: of this one in the mesh, innermost axis fastest.
-        source: global rank of the mesh's first.
-        beyond: groups along further axes that the model is spread over, in an order that all ranks share: [Note:
-            Beyond].
-        ranks: the global ranks of all; empty before `met`.
-        key: under which they write to the store of the process group how far they are in their meetings; "" where that
-            keeps nothing, as torch's fake group's.
-    """
-
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None  # of all ranks of the mesh; None on a single rank
     size: int
-    rank: int
-    source: int
+    rank: int  # of this one in the mesh, innermost axis fastest
+    source: int  # global rank of the mesh's first
     device: torch.device
-    beyond: tuple[dist.ProcessGroup, ...] = ()
-    ranks: tuple[int, ...] = ()
+    beyond: tuple[dist.ProcessGroup, ...] = ()  # along further axes, in an order that all ranks share: [Note: Beyond]
+    ranks: tuple[int, ...] = ()  # the global ranks of all; empty before `met`
+    # The ranks write under it to the store of the process group how far they are in their meetings; "" where that
+    # keeps nothing, as torch's fake group's.
     key: str = field(default="", compare=False, repr=False)
 
     def met(self) -> Control:
@@ -197,8 +183,7 @@ class Control:
         return result
 
     def require_aligned(self) -> None:
-        """Raises MeshError, on every rank, unless all ranks along each axis beyond have the same place in their
-        meshes."""
+        """Raises MeshError, on every rank, unless ranks along each axis beyond have the same place in their meshes."""
         own, off = torch.tensor([self.rank, -self.rank], device=self.device), False
         for group in self.beyond:
             highest, lowest = reduce_over(group, own.clone(), dist.ReduceOp.MAX).tolist()
@@ -237,11 +222,8 @@ class Control:
         return bool(highest == -lowest)
 
     def meeting(self, call: str, tensors: str) -> AbstractContextManager[None]:
-        """Inside, all ranks exchange values for one call of a function that users call.
-
-        Args:
-            call: the function, for messages.
-            tensors: its arguments, the same on all ranks.
+        """Inside, all ranks exchange values for one call of a function that users call. Its arguments, `tensors`, are
+        the same on all ranks.
 
         Raises:
             MismatchError: on all ranks, within the time of two exchanges, if some make another call.
@@ -279,12 +261,8 @@ def reduce_over(
 
 
 def broadcast_bytes(values: Tensor, group: dist.ProcessGroup | None, source: int | None = None) -> None:
-    """The values of a group's rank, to all of it; of any dtype and strides.
-
-    Args:
-        group: None for this rank alone.
-        source: a global rank; None for the group's first.
-    """
+    """The values of a group's rank, to all of it; of any dtype and strides. The group None is this rank alone; `source`
+    is a global rank, None the group's first."""
     if group is not None and values.numel():
         sent = values.contiguous()
         first = dist.get_global_rank(group, 0) if source is None else source

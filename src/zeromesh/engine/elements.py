@@ -35,31 +35,21 @@ ACROSS = "zm.copy_values([target], [source]), called on all ranks, copies values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elements:
-    """The elements of one slice: [Note: Elements]. Only `shape`, `spread` and `place` are compared.
+    """The elements of one slice: [Note: Elements]. Only `shape`, `spread` and `place` are compared."""
 
-    Args:
-        shape: of the whole tensor; `numel` is of the slice.
-        spread: how it lies as a DTensor; None for a plain one.
-        place: the key from `Home.place`; None where no axis divides the buffer, so every rank has all of it.
-        region: the part of the tensor that this rank's data-parallel ranks have together.
-        start: of the slice, in the flattened region.
-        spans: the ranks that the tensor is divided over, for sums over its elements.
-        control: all ranks that have the tensor.
-        writes: whether this rank, and no other that has the same of it beyond the mesh, saves it.
-        agree_max: replaces a tensor by its maximum over all ranks that skip a step together.
-    """
-
-    shape: torch.Size
-    spread: Spread | None = None
-    place: Place | None = None
+    shape: torch.Size  # of the whole tensor
+    spread: Spread | None = None  # how it lies as a DTensor; None for a plain one
+    place: Place | None = None  # from `Home.place`; None where no axis divides the buffer, so every rank has all of it
     name: str = field(compare=False)
     layout: str = field(compare=False, default="")
-    region: Region = field(compare=False)
-    start: int = field(compare=False)
-    numel: int = field(compare=False)
-    spans: tuple[Span, ...] = field(compare=False, default=())
-    control: Control | None = field(compare=False, default=None)
+    region: Region = field(compare=False)  # the part of the tensor that this rank's data-parallel ranks have together
+    start: int = field(compare=False)  # of the slice, in the flattened region
+    numel: int = field(compare=False)  # of the slice
+    spans: tuple[Span, ...] = field(compare=False, default=())  # ranks that divide the tensor, for sums over it
+    control: Control | None = field(compare=False, default=None)  # all ranks that have the tensor
+    # Whether this rank, and no other that has the same of it beyond the mesh, saves it.
     writes: bool = field(compare=False, default=True)
+    # Replaces a tensor by its maximum over all ranks that skip a step together.
     agree_max: Callable[[Tensor], None] | None = field(compare=False, default=None)
 
     def __str__(self) -> str:

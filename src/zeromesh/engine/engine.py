@@ -40,35 +40,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pipeline:
-    """State shared by the engines of one rank's pipeline stages.
+    """State shared by the engines of one rank's pipeline stages."""
 
-    Args:
-        group: the ranks that have the other stages, one of each place on the stages' own meshes.
-        stages: this rank's, by index.
-    """
-
-    group: dist.ProcessGroup
-    stages: dict[int, weakref.ref[Engine]]
+    group: dist.ProcessGroup  # the ranks that have the other stages, one of each place on the stages' own meshes
+    stages: dict[int, weakref.ref[Engine]]  # this rank's, by index
 
 
 class Engine:
-    """Runs one model's schedule.
-
-    Args:
-        backend: its shards on this rank, and the lanes.
-        homes: where each layout is, the model's under "".
-        debug: compare the parameters of units before and after every use.
-    """
+    """Runs one model's schedule."""
 
     def __init__(
         self,
         schedule: Schedule,
-        backend: DeviceBackend,
-        homes: Mapping[str, Home],
+        backend: DeviceBackend,  # its shards on this rank, and the lanes
+        homes: Mapping[str, Home],  # where each layout is, the model's under ""
         precision: Precision,
         *,
         model: weakref.ref[nn.Module],
-        debug: bool = False,
+        debug: bool = False,  # compare the parameters of units before and after every use
     ) -> None:
         self.backend = backend
         self.whole: Any = None  # steps on whole tensors, which one that raised may leave under way: `zeromesh.owners`
@@ -359,12 +348,8 @@ class Engine:
             self._halves = None
 
     def run_weights(self, halves: Sequence[Backward], bring: Callable[[int], None]) -> None:
-        """The backward for the gradients of parameters that those for inputs have left out.
-
-        Args:
-            halves: those for inputs.
-            bring: leaves the gradients of a unit, whose parameters are there, on its leaves; of -1, all others.
-        """
+        """The backward for the gradients of parameters that those for inputs, `halves`, have left out. `bring` leaves
+        the gradients of a unit, whose parameters are there, on its leaves; of -1, all others."""
         self._recover()
 
         def bring_of(unit: int) -> None:

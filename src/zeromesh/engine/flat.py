@@ -44,8 +44,7 @@ from zeromesh.strategy import Axis
 if TYPE_CHECKING:
     from zeromesh.comm.host import HostArena, HostLink
 
-HostStates = dict[str, tuple["HostArena", Tensor]]
-"""An optimizer's states by name, each in memory of its own."""
+HostStates = dict[str, tuple["HostArena", Tensor]]  # an optimizer's states by name, each in memory of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,53 +75,40 @@ class ParamRange:
 
 @dataclass(frozen=True, slots=True)
 class GradDestinations:
-    """Where a buffer's gradients are copied to, to be reduced.
+    """Where a buffer's gradients are copied to, to be reduced."""
 
-    Args:
-        whole: 1-D.
-        parts: of each parameter, in its shape.
-        gaps: the padding between and behind them.
-    """
-
-    whole: Tensor
-    parts: list[Tensor]
-    gaps: list[Tensor]
+    whole: Tensor  # 1-D
+    parts: list[Tensor]  # of each parameter, in its shape
+    gaps: list[Tensor]  # the padding between and behind them
 
 
 @dataclass(kw_only=True)
 class FlatShards:
-    """One flat buffer on this rank; see the module's picture.
-
-    Args:
-        device: of all tensors that are not on the host.
-        cast: on the host, the state shard's compute copy on its way to the device.
-        states: on the host, those of optimizers that step on the device, by name; each is as long as `master`. An
-            optimizer's own, since several may step on one parameter.
-        fresh: whether such a step leaves the compute copy, so that the master need not come up for it.
-        noise: for rounding on quantised wires, by axis; no axis is in the jobs of two lanes.
-        adds: whether autograd adds to the accumulator itself.
-    """
+    """One flat buffer on this rank; see the module's picture."""
 
     placed: BufferLayout
     coordinates: dict[str, int]
     places: tuple[ParamRange, ...]
-    device: torch.device
+    device: torch.device  # of all tensors that are not on the host
     params: Tensor = field(init=False)
     master: Tensor | None = None
     grads: Tensor | None = None
     kept: Tensor | None = None
     owed: Tensor | None = None
     host_grads: Tensor | None = None
-    cast: Tensor | None = None
+    cast: Tensor | None = None  # on the host, the state shard's compute copy on its way to the device
     full: Tensor = field(init=False)
     waiting: Tensor | None = None
     leaves: list[Leaf] = field(default_factory=list)
     optimizer_params: list[ShardedParameter] = field(default_factory=list)
     optimizer_grads: list[Slice] = field(default_factory=list)
+    # On the host, states of optimizers that step on the device, each as long as `master`. By optimizer, since several
+    # may step on one parameter.
     states: MutableMapping[Optimizer, HostStates] = field(default_factory=WeakKeyDictionary)
-    fresh: bool = False
+    fresh: bool = False  # whether a step on the device leaves the compute copy: the master need not come up for it
+    # For rounding on quantised wires, by axis; no axis is in the jobs of two lanes.
     noise: dict[str, torch.Generator] = field(default_factory=dict)
-    adds: bool = False
+    adds: bool = False  # whether autograd adds to the accumulator itself
 
     @classmethod
     def allocate(
@@ -308,8 +294,7 @@ class FlatShards:
                 leaf.grad = held
 
     def grads_of_leaves(self) -> list[Tensor | None]:
-        """Gradients that autograd has left on the leaves, open or closed; with `add_in_place`, those that it added
-        to."""
+        """Gradients that autograd has left on the leaves, open or closed; after `add_in_place`, those it added to."""
         with torch._C.DisableTorchFunctionSubclass():  # else closed ones take a detour
             grads = [leaf.grad for leaf in self.leaves]
         if self.adds:
@@ -327,12 +312,8 @@ class FlatShards:
     def make_optimizer_params(
         self, home: Home, control: Control, agree_max: Callable[[Tensor], None], **attributes: object
     ) -> None:
-        """One `ShardedParameter` per original, over its part of this rank's state shard (frozen: parameter shard).
-
-        Args:
-            control: all ranks that have the tensors, for `Elements`; and so `agree_max`.
-            attributes: of each parameter.
-        """
+        """One `ShardedParameter` with `attributes` per original, over its part of this rank's state shard (frozen:
+        parameter shard). `control`, all ranks that have the tensors, and `agree_max` are for `Elements`."""
         shard, axes = self.optimizer_shard
         held, spans, layout = self.range_of(axes), home.spans(control, axes), str(home.layout.strategy)
         layout += "" if self.spec.trainable else ", frozen"  # and divided over other axes than trained ones
@@ -391,12 +372,8 @@ class FlatShards:
         sums[start - held.start : stop - held.start].zero_()
 
     def show_grad(self, position: int, *, used: bool, reduced: bool) -> None:
-        """Shows a gradient of the step that has ended, added to one that is shown already.
-
-        Args:
-            used: some rank has had a gradient of it.
-            reduced: `grads` holds it, or zeros.
-        """
+        """Shows a gradient of the step that has ended, added to one that is shown already. `used`: some rank has had a
+        gradient of it; `reduced`: `grads` holds it, or zeros."""
         param, own = self.optimizer_params[position], self.optimizer_grads[position]
         held = param.grad
         if held is None:

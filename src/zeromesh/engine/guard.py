@@ -18,8 +18,7 @@ from zeromesh.engine.backend import DeviceBackend, written
 from zeromesh.errors import InternalError
 from zeromesh.schedule.interpreter import Interpreter
 
-Stamp = tuple[int, int]
-"""Unit and generation."""
+Stamp = tuple[int, int]  # unit and generation
 
 _BLOCK = 1024
 

@@ -28,15 +28,9 @@ from zeromesh.errors import CommunicationError, ModelError
 def install(
     engine: Engine, unit: int, modules: Iterable[nn.Module], cast: torch.dtype | None, *, alone: bool = False
 ) -> None:
-    """Registers the hooks of one unit.
-
-    Args:
-        engine: held weakly.
-        modules: the unit's; the forward of each is one call of the unit.
-        cast: dtype that floating-point inputs are cast to; None leaves them.
-        alone: they hold units (an encoder, the body below a head). Only calls in no other forward of the model count:
-            then the root's parameters are whole for it, as `generate` needs.
-    """
+    """Registers the hooks of one unit, which hold the engine weakly. The forward of each module is a call of the unit,
+    with floating-point inputs in dtype `cast`. `alone`, as in `_points`: the modules hold units (an encoder, the body
+    below a head), and the root's parameters are whole for their calls, as `generate` needs."""
     reference = weakref.ref(engine)
     for module in modules:
         engine.called.add(module)

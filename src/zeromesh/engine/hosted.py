@@ -23,17 +23,14 @@ from zeromesh.strategy.stage import HOST
 STREAMED: tuple[Literal["step 0"], Literal["step 1"]] = ("step 0", "step 1")
 """The lanes of steps on the device, for units of even and of odd numbers: one's copies run beside the other's step."""
 
-_CLIP = -1
-"""Where a clip stands among the steps of units."""
+_CLIP = -1  # where a clip stands among the steps of units
 
 
 def take_host_memory(
     wanted: int, control: Control, device: torch.device, *, call: str, less: str
 ) -> tuple[HostLink, int]:
     """Memory of the host for this rank's shards, and its share of the host's cores; all ranks call this together.
-
-    Args:
-        call: of the user, and how it could take `less`, for the message.
+    The message names the user's `call`, and how it could take `less`.
 
     Raises:
         ModelError: a machine has less memory than its ranks would take, states of the optimizer not counted.
@@ -65,20 +62,12 @@ def show_device(model: nn.Module, device: torch.device) -> None:
 
 
 class HostWork:
-    """All that is at work on a model's slices in the host's memory, or has taken them away. Whoever looks comes after.
-
-    Args:
-        backend: a `DeviceBackend`, which has this object.
-
-    Attributes:
-        steps: tickets of units since somebody has last waited for all; a clip.
-        clips: whether clips have asked for the norms of gradients that come down.
-        away: nothing of the model is there.
-    """
+    """All that works on a model's slices in the host's memory, or has taken them away. Whoever looks comes after."""
 
     def __init__(self, backend: Any) -> None:
-        self._backend: Callable[[], Any] = weakref.ref(backend)
-        self.steps: dict[int, Any] = {}
+        self._backend: Callable[[], Any] = weakref.ref(backend)  # a `DeviceBackend`, which has this object
+        self.steps: dict[int, Any] = {}  # tickets of units since somebody has last waited for all; a clip
+        # Whether clips have asked for norms of the gradients that come down; whether nothing of the model is there.
         self.clips, self.away = False, False
         self._parked: object = None  # the slices' control, while they lie elsewhere
         self._norms: dict[int, tuple[FlatShards, Tensor]] = {}  # of gradients since somebody has last looked, by id

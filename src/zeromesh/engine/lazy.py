@@ -21,8 +21,7 @@ from zeromesh.engine.allowed import PROPERTIES, spelt
 from zeromesh.errors import ModelError
 from zeromesh.modules import ORIGIN, Lazy, Source, tensors_of
 
-_CHUNK = 1 << 20
-"""Elements that are converted at once, so that no rank holds a slice in two dtypes."""
+_CHUNK = 1 << 20  # elements that are converted at once, so that no rank holds a slice in two dtypes
 
 
 class _Unmade:
@@ -240,13 +239,8 @@ _WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
 
 
 def make_lazy(model: nn.Module, sources: Mapping[str, Source], origin: str) -> None:
-    """Promises values of tensors by name; all others of the model are as fresh as any on the meta device.
-
-    Args:
-        model: on the meta device.
-        sources: by the names of `state_dict()`; of a tensor that has several, by one of them.
-        origin: of the values, for people.
-    """
+    """Promises tensors of a model on the meta device the values of `sources`, by the names of `state_dict()`; of a
+    tensor that has several, by one of them. All others are as fresh as any there. People are told the `origin`."""
     made: dict[int, LazyTensor] = {}
     for name, tensor in tensors_of(model):
         if tensor.is_meta and (name in sources or id(tensor) not in made):

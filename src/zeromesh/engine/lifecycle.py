@@ -49,18 +49,13 @@ class Step(enum.Enum):
 
 
 class Changes:
-    """Changes of one model's parameters, and the copies that have to follow: [Note: Refreshes].
-
-    Attributes:
-        by_hand: parameters that somebody has written to, outside of any optimizer's step.
-        waiting: units that have yet to be brought up to date with their masters.
-    """
+    """Changes of one model's parameters, and the copies that have to follow: [Note: Refreshes]."""
 
     def __init__(self, interpreter: Interpreter[Ticket], units: Sequence[UnitShards]) -> None:
         self.interpreter = interpreter
         self.units = units
-        self.by_hand: set[ShardedParameter] = set()
-        self.waiting: Set[int] = frozenset()
+        self.by_hand: set[ShardedParameter] = set()  # that somebody has written to, outside of any optimizer's step
+        self.waiting: Set[int] = frozenset()  # units that have yet to be brought up to date with their masters
         self._stepped: set[ShardedParameter] = set()
 
     def began(self) -> None:
@@ -119,12 +114,8 @@ _PRIME = 2**31 - 1
 
 
 class Agreement:
-    """The ranks' agreement at the end of each step of one model.
-
-    Args:
-        interpreter: whose order of units is compared, and which adopts it once all ranks have the same.
-        backend: whose parameters are used.
-    """
+    """The ranks' agreement at the end of each step of one model: on the parameters of `backend` that are used, and on
+    the order of units, which `interpreter` adopts once all ranks have the same."""
 
     def __init__(self, interpreter: Interpreter[Ticket], backend: DeviceBackend, control: Control) -> None:
         self._interpreter = interpreter

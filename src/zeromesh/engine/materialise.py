@@ -24,30 +24,22 @@ from zeromesh.modules import ORIGIN, Lazy, Source, clean_name, lacks_values, ten
 
 Init = Callable[[nn.Module], None]
 
-_UNTOUCHED = 0xA5
-"""Each byte of a fresh tensor of integers; of flags too, which then are neither true nor false."""
+_UNTOUCHED = 0xA5  # each byte of a fresh tensor of integers; of flags too, which then are neither true nor false
 
 
 class Materialiser:
-    """Materialises the parts of one model in turn.
-
-    Args:
-        model: any of it may be on the meta device.
-        units: its units; each module belongs to the innermost around it.
-        init: initialises one module's own parameters, in place, and buffers, also by assigning others. Default:
-            Hugging Face's `_init_weights` of the nearest model around the module, else its `reset_parameters`.
-        first: whether this rank is the one whose values count.
-        lazy: names of tensors that get their values later; those that are sharded stay on the meta device.
-    """
+    """Materialises the parts of one model in turn. `init` initialises one module's own parameters, in place, and
+    buffers, also by assigning others. Default: Hugging Face's `_init_weights` of the nearest model around the module,
+    else its `reset_parameters`."""
 
     def __init__(
         self,
-        model: nn.Module,
-        units: Sequence[ModuleUnit],
+        model: nn.Module,  # any of it may be on the meta device
+        units: Sequence[ModuleUnit],  # each module belongs to the innermost around it
         device: torch.device,
         init: Init | None,
-        first: bool,
-        lazy: Container[str],
+        first: bool,  # whether this rank is the one whose values count
+        lazy: Container[str],  # tensors that get their values later; those that are sharded stay on the meta device
     ) -> None:
         self.device, self.first, self.lazy = device, first, lazy
         self.error = ""
@@ -188,10 +180,8 @@ def _is_fresh(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def read_lazy(model: nn.Module, buffers: Iterable[FlatShards], lazy: Mapping[str, Source]) -> None:
-    """Fills this rank's slices, and tensors that are whole on every rank.
-
-    Args:
-        lazy: sources by name, as `lazy_sources` found them before the model was sharded.
+    """Fills this rank's slices, and tensors that are whole on every rank, from `lazy`: sources by name, as
+    `lazy_sources` found them before the model was sharded.
 
     Raises:
         CheckpointError: something cannot be read.

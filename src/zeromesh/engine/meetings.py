@@ -1,8 +1,4 @@
-"""One exchange of all ranks for a function that users call: [Note: Meetings] of `zeromesh.engine.reductions`.
-
-Each rank also writes its progress to a store that all of them see, since a collective that failed does not say who was
-missing.
-"""
+"""One exchange of all ranks for a function that users call: [Note: Meetings] of `zeromesh.engine.reductions`."""
 
 from __future__ import annotations
 
@@ -63,31 +59,21 @@ def _by_call(calls: Sequence[str]) -> str:
     return "; ".join(f"rank{'s' * (len(ranks[call]) > 1)} {own} called {call}" for call, own in shown.items())
 
 
-WAIT_S = 5.0
-"""How long the others get to come to an exchange that has failed: this rank may hear of that before they are there."""
-
-ANSWER_S = 5.0
-"""Time for the store to answer on top of that; it dies with the process that holds it."""
+WAIT_S = 5.0  # how long others get to come to an exchange that failed: this rank may hear of it before they are there
+ANSWER_S = 5.0  # on top of that, for the store to answer; it dies with the process that holds it
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """Each rank writes down which exchange it has come to; who has not come to this one is missing.
+    """Each rank writes to a store that all of them see which exchange it has come to; who has not come to this one is
+    missing, which a collective that failed does not say."""
 
-    Args:
-        key: of these ranks, in the store; "" where that keeps nothing.
-        rank, size: in the group.
-        count: of the exchanges that this rank has come to, those of the group's users before among them.
-        store: that of the process group, to which torch has no public way.
-        failure: why one failed; no later one can succeed, since the group is closed then.
-    """
-
-    key: str
-    rank: int
+    key: str  # of these ranks, in the store; "" where that keeps nothing
+    rank: int  # in the group
     size: int
-    count: int = 0
-    store: Store = field(default_factory=dist.distributed_c10d._get_default_store)
-    failure: str = ""
+    count: int = 0  # of the exchanges that this rank has come to, those of the group's users before among them
+    store: Store = field(default_factory=dist.distributed_c10d._get_default_store)  # torch has no public way to it
+    failure: str = ""  # why one failed; no later one can succeed, since the group is closed then
 
     def __post_init__(self) -> None:
         self._write("the start")

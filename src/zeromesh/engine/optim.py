@@ -43,11 +43,9 @@ NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 _checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
 """By optimizer: the parameters that it had when it was looked at."""
 
-_BY_OWNER = "by_owner"
-"""In the groups of a state dict with whole states, of which ranks may have none."""
+_BY_OWNER = "by_owner"  # in the groups of a state dict with whole states, of which ranks may have none
 
-VOUCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""By `zm.elementwise`."""
+VOUCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # by `zm.elementwise`
 
 UNPROVEN: weakref.WeakKeyDictionary[Optimizer, Callable[[Optimizer, RuntimeError | None], None]]
 UNPROVEN = weakref.WeakKeyDictionary()
@@ -108,8 +106,7 @@ def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 _surrounded: set[Callable[..., Any]] = set()
 
-_HOOKED: CodeType = Optimizer.profile_hook_step(_params).__code__
-"""Torch's wrapper of `step`, which calls the hooks."""
+_HOOKED: CodeType = Optimizer.profile_hook_step(_params).__code__  # torch's wrapper of `step`, which calls the hooks
 
 
 @as_python

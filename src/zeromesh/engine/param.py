@@ -73,8 +73,7 @@ def settle(looked: object) -> None:
             work.settle(looked)
 
 
-MARKED: MutableMapping[Tensor, Elements] = WeakTensorKeyDictionary()
-"""Optimizers' plain states, weakly: [Note: Stepping]."""
+MARKED: MutableMapping[Tensor, Elements] = WeakTensorKeyDictionary()  # optimizers' plain states: [Note: Stepping]
 
 
 class Slice(Sliced, torch.Tensor):
@@ -166,22 +165,15 @@ class Slice(Sliced, torch.Tensor):
 
 
 class ShardedParameter(Slice, nn.Parameter):
-    """This rank's slice of a parameter's master, as the optimizer holds it. See [Note: Slices].
-
-    Attributes:
-        on_host: whether it lies in the host's memory, where an optimizer then steps on it.
-        streamed: whether an optimizer steps on the device although it lies there.
-        changed: the unit's generation in which its values last changed.
-        changed_by: weak reference to the optimizer that changed them then; None: a load, or a user by hand.
-    """
+    """This rank's slice of a parameter's master, as the optimizer holds it. See [Note: Slices]."""
 
     unit: int
     engine: Callable[[], Any]
-    on_host: bool = False
-    streamed: bool = False
+    on_host: bool = False  # whether it lies in the host's memory, where an optimizer then steps on it
+    streamed: bool = False  # whether an optimizer steps on the device although it lies there
     grads_on: torch.device
-    changed: int = 1
-    changed_by: Callable[[], object] | None = None
+    changed: int = 1  # the unit's generation in which its values last changed
+    changed_by: Callable[[], object] | None = None  # weakly, the optimizer that did it; None: a load, or a user by hand
     _shown: Tensor | None = None
 
     @property
@@ -563,8 +555,7 @@ _KINDS: dict[Callable[..., Any], Iterable[Any]] = {
     _other("no_grad_of"): [torch.autograd.grad, torch.autograd.backward, Tensor.backward],
 }
 _REFUSALS = map(_other, ("keep_trainable", "keep_memory", "no_hook", "no_grad_of"))
-_VALUELESS = frozenset({_read, _count, *_REFUSALS})
-"""These ask a slice for nothing that a step changes."""
+_VALUELESS = frozenset({_read, _count, *_REFUSALS})  # these ask a slice for nothing that a step changes
 _DETACHED = frozenset({torch.detach, torch.Tensor.detach})
 _GATHERS = frozenset({None, compute_each, make_like, _other("norm"), _other("reduce")})
 """Functions that compute with values; inside a forward they use those of the whole parameter."""

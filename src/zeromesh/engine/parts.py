@@ -112,8 +112,7 @@ def require_inside(part: str, mesh: DeviceMesh, model: DeviceMesh | None) -> Siz
     return tuple(zip(reversed(mesh.mesh_dim_names), reversed(mesh.shape), strict=True))
 
 
-Spreads = Mapping[str, Sequence[tuple[str, Spread | None]]]
-"""By part: how its parameters lie, with their names."""
+Spreads = Mapping[str, Sequence[tuple[str, Spread | None]]]  # by part: how its parameters lie, with their names
 
 
 def beyond_of(

@@ -1,10 +1,8 @@
 """Numbers of a whole tensor, computed from every rank's slice of it: sums, norms, extremes.
 
-Each is a collective of all ranks that have the tensor: [Note: Meetings].
-
-[Note: Meetings] Before ranks exchange anything for a function that users call, each says which function of which tensor
-it is about to compute. Where they differ, all raise. Where one never comes, the others raise after the timeout of the
-process group, and say who was missing.
+[Note: Meetings] Each is a collective of all ranks that have the tensor. Before ranks exchange anything for a function
+that users call, each says which function of which tensor it is about to compute. Where they differ, all raise. Where
+one never comes, the others raise after the timeout of the process group, and say who was missing.
 """
 
 from __future__ import annotations
@@ -28,13 +26,9 @@ from zeromesh.errors import InputError
 def slice_norms(
     slices: Sequence[Tensor], spans: Sequence[tuple[Span, ...]], order: float, known: Sequence[Tensor | None] = ()
 ) -> Tensor:
-    """Norms of the tensors that `slices` are this rank's parts of, in fp64; the same on every rank.
-
-    Args:
-        slices: 1-D, in the same order on every rank.
-        spans: the ranks that each tensor is divided over.
-        order: p of the p-norm, above 0; infinity for the maximum.
-        known: the norms of slices that need not be read, in fp64; None for the others.
+    """Norms of the tensors that `slices`, 1-D and in the same order on every rank, are this rank's parts of, in fp64;
+    the same on every rank. `order` is p of the p-norm; infinity gives the maximum. `known` has the norms of slices that
+    need not be read, in fp64; None for the others.
 
     Raises:
         InputError: the order is not above 0.
@@ -128,17 +122,11 @@ def _norms_by_rows(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A number of a whole tensor.
+    """A number of a whole tensor."""
 
-    Args:
-        part: of this rank's elements, which may be none: one number, or the sum and the count of a mean.
-        finish: the number, from those of all ranks.
-        largest: whether it is the largest of all ranks' numbers, and not their sum.
-    """
-
-    part: Callable[..., Tensor]
-    finish: Callable[[Tensor], Tensor] = lambda found: found[0]
-    largest: bool = False
+    part: Callable[..., Tensor]  # of this rank's elements, perhaps none: one number, or the sum and the count of a mean
+    finish: Callable[[Tensor], Tensor] = lambda found: found[0]  # the number, from those of all ranks
+    largest: bool = False  # whether it is the largest of all ranks' numbers, and not their sum
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -30,17 +30,12 @@ from zeromesh.pieces.region import Region
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How a DTensor lies on its mesh: [Note: Spread].
-
-    Args:
-        placements: by dimension of the mesh, `Shard` or `Replicate`; one may be `_StridedShard`.
-        shape, stride: of the whole tensor.
-    """
+    """How a DTensor lies on its mesh: [Note: Spread]."""
 
     mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
+    placements: tuple[Placement, ...]  # by dimension of the mesh, `Shard` or `Replicate`; one may be `_StridedShard`
+    shape: torch.Size  # of the whole tensor
+    stride: tuple[int, ...]  # of the whole tensor
 
     @property
     def region(self) -> Region:
@@ -135,10 +130,6 @@ def groups_beyond(
 ) -> tuple[dist.ProcessGroup, ...]:
     """The groups of all axes, beside the mesh's own, that a model's parameters lie on: [Note: Beyond] of
     `zeromesh.engine.control`.
-
-    Args:
-        mesh: that the model is sharded over.
-        spreads: of its parameters, with their names; None of plain ones.
 
     Raises:
         MeshError: such an axis has ranks in common with the mesh, or with another one.

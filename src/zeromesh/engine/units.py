@@ -30,19 +30,12 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Dtypes of a sharded model.
+    """Dtypes of a sharded model."""
 
-    Args:
-        param: of compute and of parameters on the wire; None is each parameter's own.
-        reduce: of gradients on the wire; None is `param`.
-        grad: of the accumulated gradient shard; fp64 where the master is.
-        master: of the optimizer's copy; fp64 for fp64 parameters.
-    """
-
-    param: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    grad: torch.dtype = torch.float32
-    master: torch.dtype = torch.float32
+    param: torch.dtype | None = None  # of compute and of parameters on the wire; None is each parameter's own
+    reduce: torch.dtype | None = None  # of gradients on the wire; None is `param`
+    grad: torch.dtype = torch.float32  # of the accumulated gradient shard; fp64 where the master is
+    master: torch.dtype = torch.float32  # of the optimizer's copy; fp64 for fp64 parameters
 
     def alike(self, dtype: torch.dtype) -> torch.dtype:
         """One key for all dtypes that are alike once parameters are sharded."""
@@ -72,21 +65,15 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamInfo:
-    """One original parameter.
+    """One original parameter."""
 
-    Args:
-        names: its qualified names without wrappers' parts, one for each place.
-        sites: every place that holds it: the `_parameters` of the owning module, and the key. Dicts, not modules, so
-            that the engine does not keep the model alive.
-        spread: of a DTensor, how it lies on its mesh.
-        rewritten: by each forward, alike on all ranks: frozen rows that an embedding renormalises.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # qualified, without wrappers' parts, one for each place
     param: nn.Parameter
+    # Every place that holds it: the `_parameters` of the owning module, and the key. Dicts, not modules, so that the
+    # engine does not keep the model alive.
     sites: tuple[tuple[dict[str, nn.Parameter | None], str], ...]
-    rewritten: bool = False
-    spread: Spread | None = None
+    rewritten: bool = False  # by each forward, alike on all ranks: frozen rows that an embedding renormalises
+    spread: Spread | None = None  # of a DTensor, how it lies on its mesh
 
     @property
     def name(self) -> str:
@@ -111,18 +98,13 @@ class ParamInfo:
 
 @dataclass(slots=True, kw_only=True)
 class ModuleUnit:
-    """A unit with its modules.
+    """A unit with its modules."""
 
-    Args:
-        names: of its modules, without wrappers' parts; one, unless units were joined; "" for the root.
-        modules: where hooks go: the outermost wrapper of each.
-        groups: its parameters, by (dtype, trainable, part, whether the stage of the host is not for them), each the
-            content of one flat buffer, in order.
-    """
-
-    names: list[str]
-    modules: list[nn.Module]
+    names: list[str]  # of its modules, without wrappers' parts; one, unless units were joined; "" for the root
+    modules: list[nn.Module]  # where hooks go: the outermost wrapper of each
     role: Role
+    # Its parameters, by (dtype, trainable, part, whether the stage of the host is not for them), each the content of
+    # one flat buffer, in order.
     groups: dict[tuple[torch.dtype, bool, str, bool], list[ParamInfo]] = field(default_factory=dict)
 
     @property
@@ -146,21 +128,17 @@ class ModuleUnit:
 def find_units(
     model: nn.Module,
     classes: UnitClasses | None = None,
-    resident: Sequence[str] = (),
-    precision: Precision = Precision(),  # frozen
-    parts: Iterable[str] = (),
+    resident: Sequence[str] = (),  # qualified names of units that get a gather slot of their own
+    precision: Precision = Precision(),  # frozen; parameters that are alike under it share a flat buffer
+    parts: Iterable[str] = (),  # those that have layouts of their own
+    # By part, the model's under "": of which share of the tensors the host takes its stage, in percent.
     shares: Mapping[str, int] = MappingProxyType({}),
 ) -> list[ModuleUnit]:
     """Cuts `model` into units, root first, then in order of registration.
 
-    Args:
-        classes: classes (or their names) of the modules that are gathered as one. Default: those that a Hugging
-            Face model names in `_no_split_modules`, else the members of its repeated `nn.ModuleList`; then also the
-            input embedding and the output head.
-        resident: qualified names of units that get a gather slot of their own.
-        precision: parameters that are alike under it share a flat buffer.
-        parts: names of those that have layouts of their own.
-        shares: by part, the model's under "", of which share of the tensors the host takes its stage, in percent.
+    Each module of `classes` (or of classes of these names) is gathered as one. Default: those that a Hugging Face model
+    names in `_no_split_modules`, else the members of its repeated `nn.ModuleList`; then also the input embedding and
+    the output head.
 
     Raises:
         ModelError: a class or name is not in the model, or a parameter in two parts.

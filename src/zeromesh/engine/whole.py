@@ -19,15 +19,12 @@ from zeromesh.pieces.sliced import Sliced
 
 
 def whole_state(state: Any, engine: Engine | None = None, *, everywhere: bool = False) -> Any:
-    """A state with whole tensors in the place of its slices: a state dict of a sharded model, a moving average.
+    """A state with whole tensors in the place of its slices: a state dict of a sharded model, a moving average, or any
+    dicts, lists and tuples. All ranks that have the slices, those of `engine` or (None) of the job, call it with the
+    same names.
 
-    All ranks call it, with the same names.
-
-    Args:
-        state: dicts, lists and tuples of slices and of anything else.
-        engine: whose ranks have the slices; None for all ranks of the job.
-        everywhere: on all ranks, where the slices are; else on the CPU of the job's first rank, and None on the others.
-    """
+    With `everywhere` the tensors are on all ranks, where the slices are; else on the CPU of the job's first rank, and
+    None on the others."""
     control = None if engine is None else engine.control
     groups = [dist.group.WORLD] if control is None else [control.group, *control.beyond]
 

@@ -21,10 +21,8 @@ def require_wires(
     precision: Precision,
     beyond: Mapping[str, Sequence[dist.ProcessGroup]],
 ) -> None:
-    """Refuses wires that no chain can be made of, while the model is still as it was given.
-
-    Args:
-        beyond: by part, groups of ranks beyond its mesh that have parameters too, each in a buffer of its own.
+    """Refuses wires that no chain can be made of, while the model is still as it was given. `beyond`: by part, groups
+    of ranks beyond its mesh that have parameters too, each in a buffer of its own.
 
     Raises:
         InputError: an axis cannot quantise these values, or would make copies drift apart.
