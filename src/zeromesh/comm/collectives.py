@@ -87,11 +87,8 @@ def reduce_scatter(
     **coding: Any,
 ) -> None:
     """Sums this rank's chunk of every rank's `region`, in the dtype of the wire, into `out`: [Note: Arguments].
-
-    Args:
-        out: as long as one chunk, in any floating dtype; may be this rank's chunk of `region`.
-        coding: `residual` and `generator`.
-    """
+    `out` is as long as one chunk, in any floating dtype, and may be this rank's chunk of `region`; `coding` is
+    `residual` and `generator`."""
     target = Target(out=out, scale=scale, accumulate=accumulate)
     if form is not None:
         from zeromesh.comm.quantised import reduce_coded
@@ -116,10 +113,7 @@ def all_reduce(
     **coding: Any,
 ) -> None:
     """Replaces `tensor`, a region, by its sum over the group, the same bits on every rank: [Note: Arguments].
-
-    Args:
-        coding: `residual`, whose part for the own chunk holds the rounding error of the sum, and `generator`.
-    """
+    `coding` is `residual`, whose part for the own chunk holds the rounding error of the sum, and `generator`."""
     if form is None and group.transport.sums("all_reduce", tensor.dtype):
         _native_all_reduce(tensor, group, scale)
         return

@@ -34,32 +34,21 @@ Message = tuple[Tensor, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """One collective as a rank handed it to the transport.
+    """One collective as a rank handed it to the transport."""
 
-    Args:
-        operation: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
-        sent_bytes: payload to other ranks.
-        messages: number of sends, or of native collectives.
-    """
-
-    operation: str
+    operation: str  # `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`
     axis: str
-    sent_bytes: int
-    messages: int
+    sent_bytes: int  # payload to other ranks
+    messages: int  # number of sends, or of native collectives
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Channel:
-    """One communicator of an axis.
-
-    Args:
-        serial: counts the channels between these ranks; the same on each of them.
-        started: counts its collectives, so that messages of different ones cannot be taken for each other.
-    """
+    """One communicator of an axis."""
 
     process_group: dist.ProcessGroup
-    serial: int
-    started: int = 0
+    serial: int  # counts the channels between these ranks; the same on each of them
+    started: int = 0  # counts its collectives, so that messages of different ones cannot be taken for each other
     failed: bool = False
 
     def used(self, started: int, *, failed: bool = False) -> None:
@@ -69,18 +58,12 @@ class Channel:
 
 @dataclass(frozen=True)
 class Transport(ABC):
-    """Moves tensors between the ranks of an axis.
-
-    Attributes:
-        messages: this rank's threads send, receive and sum; otherwise the backend does.
-        window: pieces of a coded region in flight at once.
-        longest: most elements of such a piece.
-    """
+    """Moves tensors between the ranks of an axis."""
 
     device_type: str
-    messages: ClassVar[bool]
-    window: ClassVar[int]
-    longest: ClassVar[int]
+    messages: ClassVar[bool]  # this rank's threads send, receive and sum; otherwise the backend does
+    window: ClassVar[int]  # pieces of a coded region in flight at once
+    longest: ClassVar[int]  # most elements of such a piece
 
     def run(self, collective: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Runs a whole collective with these arguments."""
@@ -101,11 +84,8 @@ class Transport(ABC):
 
     @abstractmethod
     def gather(self, exchange: Exchange, region: Tensor, fill: Callable[[], object]) -> Wait:
-        """Begins to fill a flat `region` with every rank's chunk, once `fill` has written this rank's.
-
-        Returns:
-            A function that waits for the others' chunks, and until this rank's has left.
-        """
+        """Begins to fill a flat `region` with every rank's chunk, once `fill` has written this rank's. The
+        returned function waits for the others' chunks, and until this rank's has left."""
 
     @abstractmethod
     def swap(self, exchange: Exchange, incoming: Tensor, outgoing: Tensor, written: Written) -> Wait:
@@ -119,24 +99,17 @@ class Transport(ABC):
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class AxisGroup:
-    """The ranks along one axis that this rank exchanges with.
-
-    Args:
-        ranks: their global ranks, in the order of their index on the axis.
-        gather, reduce: communicators; the same ranks in the same order.
-        record: is told of every collective; an observer for tests and byte counters.
-        lender: of the communicators, where they are another axis's.
-    """
+    """The ranks along one axis that this rank exchanges with."""
 
     name: str
-    ranks: tuple[int, ...]
-    rank: int
+    ranks: tuple[int, ...]  # global ones, in the order of their index on the axis
+    rank: int  # this rank's index
     transport: Transport
     gather: Channel
-    reduce: Channel
+    reduce: Channel  # between the same ranks, in the same order, as `gather`
     timeout_s: float
-    record: Callable[[Sent], None] = lambda sent: None
-    lender: AxisGroup | None = None
+    record: Callable[[Sent], None] = lambda sent: None  # is told of every collective; for tests and byte counters
+    lender: AxisGroup | None = None  # to which the communicators belong, where they are another axis's
 
     @property
     def size(self) -> int:
@@ -233,23 +206,15 @@ Copy = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One collective of a chain.
+    """One collective of a chain."""
 
-    Args:
-        operation: its name; "" where nothing is sent.
-        groups: the axes it sends over, the minor one last.
-        call: the collective, bound to its tensors.
-        accumulates: whether its result may be added to the accumulator, instead of overwriting it.
-        aside: whether it runs in the lane of its operation, beside the others of its chain.
-    """
-
-    operation: str = ""
-    groups: tuple[AxisGroup, ...] = ()
-    aside: bool = False
-    call: partial[Any] | None = None
+    operation: str = ""  # its name; "" where nothing is sent
+    groups: tuple[AxisGroup, ...] = ()  # the axes it sends over, the minor one last
+    aside: bool = False  # it runs in the lane of its operation, beside the others of its chain
+    call: partial[Any] | None = None  # the collective, bound to its tensors
     before: Copy | None = None
     after: Copy | None = None
-    accumulates: bool = False
+    accumulates: bool = False  # its result may be added to the accumulator, instead of overwriting it
 
     def run(self, accumulate: bool = False) -> None:
         if self.before is not None:
@@ -271,11 +236,7 @@ def wait_for_all(waits: Sequence[Wait]) -> None:
 
 
 def chunks_of(tensor: Tensor, count: int) -> Sequence[Tensor]:
-    """The chunks of a region.
-
-    Raises:
-        InternalError: not a flat contiguous tensor, or not of `count` equal chunks.
-    """
+    """The chunks of a region; raises InternalError unless it is flat, contiguous and of `count` equal chunks."""
     length = _chunk_numel(tensor, count)
     return [tensor[index * length : (index + 1) * length] for index in range(count)]
 

@@ -60,7 +60,8 @@ def make_groups(
     registered: bool = False,
     beside: AbstractSet[str] = frozenset(),
 ) -> dict[str, AxisGroup]:
-    """The groups of every axis with more than one rank. All ranks of the mesh call this at the same point.
+    """The groups, by name, of all axes with more than one rank: nothing is ever sent over others. All ranks of the mesh
+    call this at the same point.
 
     Args:
         mesh: with named dimensions; may be a part of a larger mesh.
@@ -68,9 +69,6 @@ def make_groups(
         timeout_s: after which a collective fails; None for that of the default process group.
         registered: whether they will send registered memory.
         beside: names of axes that lend their communicators to one that gathers beside its reductions.
-
-    Returns:
-        By axis name; axes of size 1 have none, since nothing is ever sent over them.
 
     Raises:
         MeshError: this rank is not in the mesh, or an axis does not fit its dimension.
@@ -100,28 +98,16 @@ def make_groups(
 
 
 def make_line(name: str, ranks: dist.ProcessGroup, device_type: str) -> AxisGroup:
-    """The group of an axis that is no dimension of a mesh of ours. All of its ranks call this at the same point.
-
-    Args:
-        name: of the axis.
-        ranks: those along it, on which they agree.
-        device_type: of the tensors.
-    """
+    """The group of an axis that is no dimension of a mesh of ours. All of its ranks call this at the same point, and
+    agree over `ranks`, their process group."""
     key = Key.of(dist.get_process_group_ranks(ranks), device_type, split=ranks.size() == dist.get_world_size())
     pool = _Pool.current()
     return _make_group(name, key, pool, pool.agree(ranks, {name: key})[name])
 
 
 def borrow_channel(everyone: dist.ProcessGroup, timeout_s: float) -> tuple[Channel, Callable[[], None]]:
-    """A communicator between the hosts of all ranks of a group, for one user. All of them call this at the same point.
-
-    Args:
-        everyone: the group, on which they agree.
-        timeout_s: after which a collective fails.
-
-    Returns:
-        The communicator, whose user keeps `started` and `failed`; and a function that gives it back: [Note: Reuse].
-    """
+    """A communicator between the hosts of all ranks of a group, for one user, who keeps its `started` and `failed`; and
+    a function that gives it back: [Note: Reuse]. All ranks call this at the same point, and agree over `everyone`."""
     split = everyone.size() == dist.get_world_size()
     key, pool = Key(tuple(dist.get_process_group_ranks(everyone)), timeout_s, "gloo", "cpu", split), _Pool.current()
     (channel,) = pool.channels(key, pool.agree(everyone, {"": key})[""], "checkpoints")
@@ -243,23 +229,14 @@ def _world() -> dist.ProcessGroup:
 
 
 class Key(NamedTuple):
-    """Key of a communicator: groups with equal keys can share one.
+    """Groups with equal keys can share a communicator."""
 
-    Args:
-        ranks: global ones, in the group's order.
-        timeout_s: after which a collective fails.
-        backend: of torch.
-        device_type: of the tensors that are sent.
-        split: off the default process group, where that is bound to a device: all its ranks make groups now.
-        options: of NCCL, where any are set.
-    """
-
-    ranks: tuple[int, ...]
-    timeout_s: float
-    backend: str
-    device_type: str
-    split: bool
-    options: Options | None = None
+    ranks: tuple[int, ...]  # global ones, in the group's order
+    timeout_s: float  # after which a collective fails
+    backend: str  # torch's
+    device_type: str  # that of the tensors that are sent
+    split: bool  # off the default process group, where that is bound to a device: all its ranks make groups now
+    options: Options | None = None  # NCCL's, where any are set
 
     @classmethod
     def of(cls, ranks: Sequence[int], device_type: str, *, split: bool, timeout_s: float | None = None) -> Key:

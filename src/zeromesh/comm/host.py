@@ -24,20 +24,13 @@ from zeromesh.schedule.transfer import Copying
 
 @dataclass(slots=True, eq=False)
 class HostLink:
-    """Copies between one device and its host's memory.
+    """Copies between one device and its host's memory."""
 
-    Args:
-        name: in reports, beside those of axes.
-        arena: the host's memory, which stays registered as long as this lives.
-        ranks: of this machine, which share its memory.
-        record: is told of every copy; an observer for tests and byte counters.
-    """
-
-    name: str
-    arena: HostArena
+    name: str  # in reports, beside those of axes
+    arena: HostArena  # the host's memory, which stays registered as long as this lives
     device: torch.device
-    ranks: int
-    record: Callable[[Sent], None] = lambda sent: None
+    ranks: int  # how many this machine has, which share its memory
+    record: Callable[[Sent], None] = lambda sent: None  # is told of every copy; for tests and byte counters
 
     def enter_thread(self, threads: int) -> None:
         """Has this thread compute with so many threads, on memory near the device."""

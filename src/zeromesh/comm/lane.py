@@ -138,9 +138,8 @@ class _Runner:
 
 
 class Lane:
-    """Runs jobs in order. After a job failed, the lane's later jobs fail at once with the same cause.
-
-    Dropping the lane ends its thread. The end of the process ends it too, after the jobs under way (`drain`)."""
+    """Runs jobs in order. After a job failed, the lane's later jobs fail at once with the same cause. Dropping the lane
+    ends its thread. The end of the process ends it too, after the jobs under way (`drain`)."""
 
     def __init__(self, name: str, *, device: torch.device, inline: bool = False) -> None:
         self.name = name
@@ -151,11 +150,8 @@ class Lane:
         self._finalizer = weakref.finalize(self, self._runner.close)
 
     def submit(self, job: Job, label: str = "", *, after: Ticket | None = None) -> Ticket:
-        """Queues `job`; it runs after all jobs submitted before, and after that of another lane.
-
-        Args:
-            after: a job of another lane. If it fails, this one is not run and fails with the same cause.
-        """
+        """Queues `job`; it runs after all jobs submitted before, and `after` that of another lane. If that one fails,
+        this one is not run and fails with the same cause."""
         ticket = Ticket(label)
         job = job if after is None else partial(_after, after, job)
         if not self._finalizer.alive:

@@ -109,15 +109,8 @@ def send_all(exchange: Exchange, sources: Sequence[Tensor], numel: int) -> list[
 
 
 def post(exchange: Exchange, arriving: Sequence[Message], leaving: Sequence[Message]) -> Wait:
-    """Begins to receive from and send to several ranks, which post the matching messages in the same order.
-
-    Args:
-        arriving, leaving: each a tensor and the rank that it comes from or goes to. Leaving tensors must not change
-            before the exchange's `finish`.
-
-    Returns:
-        A function that waits for the arriving messages.
-    """
+    """Begins to receive from and send to several ranks, which post the matching messages in the same order. The
+    returned function waits for the arriving ones; leaving tensors must not change before the exchange's `finish`."""
     waits = [exchange.post_recv(tensor, source) for tensor, source in arriving]
     for tensor, target in leaving:
         exchange.before_finish(exchange.post_send(tensor, target))
@@ -149,29 +142,18 @@ def parts(length: int, numel: int) -> Sequence[slice]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumScratch:
-    """A workspace cut up.
+    """A workspace cut up."""
 
-    Args:
-        numel: elements of one part.
-        received: for received terms, in the dtype of the wire.
-        terms: `received`, term by term.
-        total: for sums, wide, of one part.
-        widened: for one term, wide.
-    """
-
-    numel: int
-    received: Tensor
-    terms: Sequence[Tensor]
-    total: Tensor
-    widened: Tensor
+    numel: int  # elements of one part
+    received: Tensor  # for received terms, in the dtype of the wire
+    terms: Sequence[Tensor]  # `received`, term by term
+    total: Tensor  # for sums, wide, of one part
+    widened: Tensor  # for one term, wide
 
     @classmethod
     def cut(cls, workspace: Tensor, wire: torch.dtype, wide: torch.dtype, *, terms: int, longest: int) -> SumScratch:
-        """For terms in parts, as long as the workspace allows and at most `longest` bytes.
-
-        Raises:
-            InternalError: it has no room.
-        """
+        """For terms in parts, as long as the workspace allows and at most `longest` bytes; raises InternalError if it
+        has no room."""
         numel = part_numel(workspace.numel(), wire.itemsize, wide.itemsize, terms=terms, longest_bytes=longest)
         if numel == 0:
             raise InternalError(f"a workspace of {workspace.numel()} bytes has no room for sums of {terms} terms")

@@ -40,17 +40,11 @@ def shared_splits() -> bool:
 
 
 class Options(NamedTuple):
-    """NCCL's options of a communicator: [Note: Options].
+    """NCCL's options of a communicator: [Note: Options]."""
 
-    Args:
-        max_ctas: of its kernels; 0 for NCCL's own limit.
-        zero_ctas: whether copy engines take the place of kernels where they can.
-        shared: whether an axis's two share buffers: [Note: Shared buffers].
-    """
-
-    max_ctas: int = 0
-    zero_ctas: bool = False
-    shared: bool = False
+    max_ctas: int = 0  # for its kernels; 0 for NCCL's own limit
+    zero_ctas: bool = False  # whether copy engines take the place of kernels where they can
+    shared: bool = False  # whether an axis's two share buffers: [Note: Shared buffers]
 
     def made(self, timeout_s: float, parent: dist.ProcessGroup | None) -> Any:
         """As torch has them. NCCL's variables win: NCCL_MAX_CTAS, NCCL_CTA_POLICY, NCCL_COMM_SPLIT_SHARE_RESOURCES."""

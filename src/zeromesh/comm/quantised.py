@@ -36,22 +36,16 @@ from zeromesh.wires.target import Target
 
 
 def check_quantisable(dtype: torch.dtype, axis: str) -> None:
-    """Refuses, at construction, values that an axis cannot quantise.
-
-    Raises:
-        InputError: values of this dtype cannot go over a quantised wire.
-    """
+    """Raises InputError, at construction, for values that an axis cannot quantise."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise InputError(f"axis {axis}: a quantised wire carries fp32, bf16 or fp16 values; got {dtype}")
 
 
 def noise_generator(group: AxisGroup, name: str = "") -> torch.Generator:
-    """The generator for stochastic rounding over one axis.
-
-    Its seed depends on the axis and on `name`, the buffer's, so that a sum on the next axis or of another buffer has
-    other draws, and on this rank's index on the axis. It depends on nothing else: ranks that hold the same values
-    (those that an earlier collective made equal) have the same index, so they round alike and stay equal.
-    """
+    """The generator for stochastic rounding over one axis. Its seed depends on the axis and on `name`, the buffer's, so
+    that a sum on the next axis or of another buffer has other draws, and on this rank's index on the axis. It depends
+    on nothing else: ranks that hold the same values (those that an earlier collective made equal) have the same index,
+    so they round alike and stay equal."""
     generator = torch.Generator()  # on the host, where the seeds of a device's noise are drawn too
     return generator.manual_seed(zlib.crc32(f"{group.name} {group.rank} {name}".encode()))
 
@@ -67,19 +61,14 @@ def restore_kept(keep: Tensor, region: Tensor, group: AxisGroup, form: WireForma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wire:
-    """A workspace cut up for one collective.
-
-    Args:
-        numel: elements of a piece.
-        incoming, outgoing: room for messages of all ranks, of each piece in flight. A gather has no outgoing ones.
-    """
+    """A workspace cut up for one collective."""
 
     group: AxisGroup
     form: WireFormat
     codec: Codec
-    numel: int
-    incoming: Sequence[Tensor]
-    outgoing: Sequence[Tensor]
+    numel: int  # elements of a piece
+    incoming: Sequence[Tensor]  # for each piece in flight, room for messages of all ranks
+    outgoing: Sequence[Tensor]  # the same; a gather has none
 
     @classmethod
     def cut(
@@ -91,7 +80,7 @@ class _Wire:
         *,
         directions: int,
     ) -> _Wire:
-        """Args: directions: in which messages of all ranks lie there, 1 of a gather and 2 of a reduction."""
+        """In it, messages of all ranks lie once for each of the `directions`: 1 of a gather, 2 of a reduction."""
         unit = 8 * form.granule  # keeps every view that follows on a multiple of eight bytes
         transport = group.transport
         # A device's workspace too is cut for messages as on the host, where kept ones were: [Note: Host copies] of

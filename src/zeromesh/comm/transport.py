@@ -103,14 +103,9 @@ def carried(collective: Callable[P, None]) -> Callable[P, None]:
 
 
 def pass_on(arriving: Sequence[Message], leaving: Sequence[Message], group: AxisGroup, *, reduced: bool) -> None:
-    """An all-to-all of any number of tensors of any lengths and dtypes.
-
-    Args:
-        arriving, leaving: flat tensors and the ranks that they come from or go to; between any two ranks, one sends
-            them in the order in which the other expects them.
-        group: all of its ranks call this, also those without messages.
-        reduced: whether it takes its turn among the reductions, else among the gathers.
-    """
+    """An all-to-all of any number of flat tensors of any lengths and dtypes, which all ranks of the group call, also
+    those without messages. Between any two ranks, one sends in the order in which the other expects to receive. If
+    `reduced`, it takes its turn among the reductions, else among the gathers."""
     exchange = Exchange(group, group.reduce if reduced else group.gather, "all_to_all")
     group.transport.pass_on(exchange, arriving, leaving)
     exchange.finish()

@@ -35,21 +35,13 @@ class Shipment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """One bucket of whole tensors, on one rank.
+    """One bucket of whole tensors, on one rank."""
 
-    Args:
-        there: gradients, to the owners, in the order of the axes that are crossed.
-        back: values, to the state shards.
-        anew: values, to the owners, where somebody else than they has changed them since the last step.
-        room_bytes: that the bucket takes on this rank from when it is collected until it is settled.
-        step_s: that the owner's step takes, where that is predicted.
-    """
-
-    there: tuple[Shipment, ...]
-    back: tuple[Shipment, ...]
-    anew: tuple[Shipment, ...] = ()
-    room_bytes: int = 0
-    step_s: float = 0.0
+    there: tuple[Shipment, ...]  # gradients, to the owners, in the order of the axes that are crossed
+    back: tuple[Shipment, ...]  # values, to the state shards
+    anew: tuple[Shipment, ...] = ()  # values, to the owners, where others have changed them since the last step
+    room_bytes: int = 0  # taken on this rank from when the bucket is collected until it is settled
+    step_s: float = 0.0  # time of the owner's step, where that is predicted
 
 
 def most_room(rooms: Sequence[int]) -> int:

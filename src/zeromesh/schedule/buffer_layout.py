@@ -54,23 +54,14 @@ rounding."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The transfers of one buffer in one lane, and the copies between it and the host: [Note: Host].
+    """The transfers of one buffer in one lane, and the copies between it and the host: [Note: Host]."""
 
-    Args:
-        held: dtype of the region that it works on.
-        steps: in order; the layout's collective may carry out two neighbours at once.
-        copied: the axis over which a gather ends in memory of its own.
-        up: the copy to the device that comes first.
-        down: the copy to the host that comes last.
-        passing: elements of memory on the device for a region that lies on the host otherwise.
-    """
-
-    held: str
-    steps: tuple[Transfer, ...] = ()
-    copied: Axis | None = None
-    up: Transfer | None = None
-    down: Transfer | None = None
-    passing: int = 0
+    held: str  # dtype of the region that it works on
+    steps: tuple[Transfer, ...] = ()  # in order; the layout's collective may carry out two neighbours at once
+    copied: Axis | None = None  # the axis over which a gather ends in memory of its own
+    up: Transfer | None = None  # the copy to the device that comes first
+    down: Transfer | None = None  # the copy to the host that comes last
+    passing: int = 0  # elements of memory on the device for a region that lies on the host otherwise
 
     @property
     def all_steps(self) -> tuple[Transfer, ...]:
@@ -94,25 +85,15 @@ class Route:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Persistent:
     """Bytes of one flat buffer's persistent shards in one place; 0 where a shard does not exist, is another's alias or
-    lies elsewhere.
+    lies elsewhere."""
 
-    Args:
-        params: compute copy, the parameter shard.
-        master: the optimizer's copy, the state shard; 0 where it is a part of the parameter shard.
-        grads: the accumulated gradient shard.
-        kept: copy that stays gathered over the kept axes from forward to backward.
-        feedback: rounding errors that quantised reductions with error feedback still owe.
-        shown: on the host, the gradient of the state shard where it was accumulated on the device.
-        cast: on the host, the state shard's compute copy on its way to the device.
-    """
-
-    params: int = 0
-    master: int = 0
-    grads: int = 0
-    kept: int = 0
-    feedback: int = 0
-    shown: int = 0
-    cast: int = 0
+    params: int = 0  # the parameter shard, which is the compute copy
+    master: int = 0  # the state shard, which is the optimizer's copy; 0 where it is a part of the parameter shard
+    grads: int = 0  # the accumulated gradient shard
+    kept: int = 0  # the copy that stays gathered over the kept axes from forward to backward
+    feedback: int = 0  # rounding errors that quantised reductions with error feedback still owe
+    shown: int = 0  # on the host, the gradient of the state shard where it was accumulated on the device
+    cast: int = 0  # on the host, the state shard's compute copy on its way to the device
 
     def only(self, kinds: AbstractSet[str]) -> Persistent:
         """These kinds, and none of the others."""
@@ -124,30 +105,20 @@ KINDS = frozenset(each.name for each in fields(Persistent))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferLayout:
-    """A flat buffer of a unit under a layout; the same on every rank but for the ranges.
-
-    Args:
-        stays: whether its unit stays gathered from forward to backward, in a slot of its own.
-        padded: the buffer's length: [Note: Padding] of the layout.
-        routes: the transfers of each lane. A gradient waits in its reduce slot in the dtype that the lane `reduce`
-            holds.
-        from_kept: the transfers of `unshard` where the kept copy is there.
-        kept_axis: the axis whose gather fills the kept copy; None where there is none: without such an axis, or where
-            the unit stays gathered anyway, since then its slot is the copy.
-        feedback: by the axis of a reduction with error feedback, its part of the buffer's residuals.
-        on_host_kinds: which of its persistent shards lie on the host: [Note: Host].
-    """
+    """A flat buffer of a unit under a layout; the same on every rank but for the ranges."""
 
     layout: Layout
     buffer: FlatBuffer
     role: Role
-    stays: bool
-    padded: int = field(compare=False)
+    stays: bool  # its unit stays gathered from forward to backward, in a slot of its own
+    padded: int = field(compare=False)  # the buffer's length: [Note: Padding] of the layout
     routes: Mapping[LaneKind, Route] = field(compare=False, repr=False)
-    from_kept: Route = field(compare=False, repr=False)
+    from_kept: Route = field(compare=False, repr=False)  # `unshard` where the kept copy is there
+    # Its gather fills the kept copy. None if no axis is kept, or if the unit stays gathered: then its slot is the copy.
     kept_axis: Axis | None = field(compare=False, repr=False)
+    # By the axis of a reduction with error feedback, its part of the buffer's residuals.
     feedback: Mapping[str, slice] = field(compare=False, repr=False)
-    on_host_kinds: AbstractSet[str] = field(compare=False, repr=False)
+    on_host_kinds: AbstractSet[str] = field(compare=False, repr=False)  # persistent shards that lie on the host
 
     @classmethod
     def of(

@@ -41,59 +41,38 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class UnitState(Generic[T]):
-    """The state of one unit; generations count from 1, so 0 is never valid.
+    """The state of one unit; generations count from 1, so 0 is never valid."""
 
-    Args:
-        generation: of its masters; a step or a load raises it.
-        refreshed: the generation that its compute copy was made of.
-        full: the generation in its gather slot.
-        kept: the generation of its secondary copy.
-        in_use: the model is pointed at the gathered parameters.
-        ticket, refreshing, reducing: tickets of a gather, refresh or reduction under way.
-        taking: of a reduction that still reads the reduce slot.
-        grad: how far this step's gradient is.
-    """
-
-    generation: int = 1
-    refreshed: int = 1
-    full: int = 0
-    kept: int = 0
-    in_use: bool = False
-    ticket: T | None = None
-    refreshing: T | None = None
-    taking: T | None = None
-    reducing: T | None = None
-    grad: GradState = GradState.EMPTY
+    generation: int = 1  # that of its masters: [Note: Generations]
+    refreshed: int = 1  # the generation that its compute copy was made of
+    full: int = 0  # the generation in its gather slot
+    kept: int = 0  # the generation of its kept copy
+    in_use: bool = False  # the model is pointed at the gathered parameters
+    ticket: T | None = None  # ticket of a gather under way
+    refreshing: T | None = None  # ticket of a refresh under way
+    taking: T | None = None  # ticket of a reduction that still reads the reduce slot
+    reducing: T | None = None  # ticket of a reduction under way
+    grad: GradState = GradState.EMPTY  # how far this step's gradient is
 
 
 @dataclass(slots=True)
 class Interpreter(Generic[T]):
-    """Runs `schedule` on `backend`.
-
-    Args:
-        watch: is told of every point as it is reached, before its ops; an observer for traces.
-        gather_slots, reduce_slots: which unit has each; None is free.
-        forward: that runs, outside a backward or (a recomputation) inside.
-        awaited: units whose forward no backward has followed.
-        to_repeat: calls of each trainable unit that a reentrant checkpoint has made without autograd, and is to repeat
-            in a backward.
-        seen: units in the order of their first forward.
-        returned: units of which there was a forward that a backward comes back to.
-        digest: of all gathers so far, to be compared between ranks.
-    """
+    """Runs `schedule` on `backend`."""
 
     schedule: Schedule
     backend: Backend[T]
+    # Is told of every point as it is reached, before its ops; an observer for traces.
     watch: Callable[[PointKind, int], None] = lambda point, unit: None
     states: list[UnitState[T]] = field(init=False)
-    gather_slots: list[int | None] = field(init=False)
-    reduce_slots: list[int | None] = field(init=False)
-    forward: Forward | None = None
+    gather_slots: list[int | None] = field(init=False)  # which unit has each; None is free
+    reduce_slots: list[int | None] = field(init=False)  # likewise
+    forward: Forward | None = None  # the one that runs, outside a backward or (a recomputation) inside
     backward: Backward | None = None
-    seen: list[int] = field(default_factory=list)
-    returned: set[int] = field(default_factory=set)
-    digest: int = 0
-    awaited: set[int] = field(default_factory=set)
+    seen: list[int] = field(default_factory=list)  # units in the order of their first forward
+    returned: set[int] = field(default_factory=set)  # units with a forward that a backward comes back to
+    digest: int = 0  # checksum of all gathers so far, to be compared between ranks
+    awaited: set[int] = field(default_factory=set)  # units whose forward no backward has followed
+    # Calls of each trainable unit that a reentrant checkpoint made without autograd, and is to repeat in a backward.
     to_repeat: Counter[int] = field(default_factory=Counter)
     _graphs: weakref.WeakSet[Forward] = field(default_factory=weakref.WeakSet)
     _forwards: int = 0
@@ -106,11 +85,8 @@ class Interpreter(Generic[T]):
     # ---- points
 
     def pre_forward(self, unit: int, *, read: bool = False) -> None:
-        """Before a unit's forward, or its repetition inside the backward.
-
-        Args:
-            read: another unit's forward has read its parameters, so it is open until the outermost forward ends.
-        """
+        """Before a unit's forward, or its repetition inside the backward; or when another unit's forward has `read` its
+        parameters, so that it is open until the outermost forward ends."""
         if self.forward is None:
             self._forwards += 1
             self.forward = Forward(self._forwards, repeats=self.backward is not None)
@@ -184,11 +160,8 @@ class Interpreter(Generic[T]):
             self._go_back(forward, 0)
 
     def stepped(self, units: Iterable[int], *, refresh: Iterable[int] | None = None) -> None:
-        """An optimizer, a load or the user has changed the masters of `units`.
-
-        Args:
-            refresh: those to bring up to date now, of these or of earlier calls; None for `units`.
-        """
+        """An optimizer, a load or the user has changed the masters of `units`. Those to `refresh` now are of
+        these or of earlier calls; None for `units`."""
         self.watch(PointKind.STEPPED, -1)
         changed = set(units)
         for unit in changed:

@@ -1,4 +1,4 @@
-"""Communicators that axes of several layouts share."""
+"""Communicators that axes of several layouts, a model's and its parts', share."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ from zeromesh.strategy import Axis, Layout
 
 def lent_axes(layouts: Iterable[Layout], line_of: Callable[[Layout, Axis], Hashable]) -> dict[str, str]:
     """By name, axes that use the communicators of another, which is named. The ranks are the same, and the lanes: so
-    each communicator is still in one lane, and its collectives are in one order.
-
-    Args:
-        layouts: of the model, and of its parts.
-        line_of: a key that is equal for axes along which each rank has the same others, in the same order.
-    """
+    each communicator is still in one lane, and its collectives are in one order. `line_of` makes a key that is equal
+    for axes along which each rank has the same others, in the same order."""
     # By ranks and lane of reductions: axes with communicators of their own, and the lane of their gathers, if any.
     lenders = defaultdict[tuple[Hashable, LaneKind | None], dict[str, LaneKind | None]](dict)
     found = dict[str, str]()

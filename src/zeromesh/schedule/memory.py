@@ -1,8 +1,8 @@
 """Every buffer that the engine allocates, in bytes, decided before anything is allocated.
 
-The engine allocates exactly these, once; the planner adds them up. Lengths are padded as in
-[Note: Significance]; without padding the sums are those of `zeromesh.planner.memory_bound`.
-Each lane also has a workspace for its collectives, which do one job at a time.
+The engine allocates exactly these, once; the planner adds them up. Lengths are padded ([Note: Padding] of layouts);
+without padding the sums are those of `zeromesh.planner.memory_bound`. Each lane also has a workspace for its
+collectives, which do one job at a time.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ class SlotPlan:
 
 def plan_gather_slots(placed: Buffers, prefetch: int) -> SlotPlan:
     """prefetch + 1 slots of the largest block, one more for each unit that stays gathered; of buffers that are gathered
-    at all.
-
-    A unit always lands in the same slot, since tensors that autograd saved point into it.
-    """
+    at all. A unit always lands in the same slot, since tensors that autograd saved point into it."""
     sizes = [sum(slot_bytes(p.gather_part) for p in unit) for unit in placed]
     return _plan_slots([any(p.stays for p in unit) for unit in placed], sizes, prefetch + 1)
 
@@ -60,20 +57,14 @@ def _plan_slots(own: Sequence[bool], sizes: Sequence[int], shared: int) -> SlotP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on one device of everything the engine allocates.
-
-    Args:
-        staging: by lane, the longest region that it casts around a wire.
-        workspace: by lane, memory of its collectives beside the regions that they work on.
-        host: the plan of the host's memory, where anything lies there.
-    """
+    """Bytes on one device of everything the engine allocates."""
 
     persistent: tuple[tuple[Persistent, ...], ...]
     gather: SlotPlan = SlotPlan()
     reduce: SlotPlan = SlotPlan()
-    staging: Mapping[LaneKind, int] = field(default_factory=dict)
-    workspace: Mapping[LaneKind, int] = field(default_factory=dict)
-    host: MemoryPlan | None = None
+    staging: Mapping[LaneKind, int] = field(default_factory=dict)  # the longest region that is cast around a wire
+    workspace: Mapping[LaneKind, int] = field(default_factory=dict)  # beside the regions that collectives work on
+    host: MemoryPlan | None = None  # the host's memory, where anything lies there
 
     @classmethod
     def of(cls, placed: Buffers, prefetch: int, messages: bool | None = None, *, triton: bool = True) -> MemoryPlan:
@@ -155,13 +146,8 @@ def _workspace_bytes(step: Transfer, messages: bool | None, triton: bool) -> int
 
 
 def part_numel(workspace_bytes: int, item_bytes: int, wide_bytes: int, *, terms: int, longest_bytes: int) -> int:
-    """Elements of the parts in which a sum is formed: as long as the workspace allows and at most `longest_bytes`.
-
-    Args:
-        workspace_bytes: room for the received terms of a part, and for two of it as wide as sums are.
-        item_bytes: of an element on the wire.
-        wide_bytes: of an element while it is summed.
-        terms: received, in flight included.
-    """
+    """Elements of the parts in which a sum is formed: at most `longest_bytes` long, and so that the workspace has room
+    for the received `terms` of a part, those in flight included, and for two of it as wide as sums are. An element has
+    `item_bytes` on the wire and `wide_bytes` while it is summed."""
     each = 2 * wide_bytes + terms * item_bytes
     return min(longest_bytes // item_bytes, workspace_bytes // each) // ALIGN * ALIGN

@@ -100,29 +100,18 @@ Program = Mapping[tuple[PointKind, int], tuple[Op, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """All that is decided about a step before it runs.
+    """All that is decided about a step before it runs."""
 
-    Args:
-        layout: the strategy on its mesh, which also says how the step overlaps.
-        parts: layouts of the model's parts, each for the buffers that name it.
-        units: in the order in which the model registers them, root first.
-        order: unit indices in the order of the forward.
-        buckets: of whole tensors, of each optimizer that steps on such.
-        beyond: axes beyond the layouts, which only whole tensors cross.
-        shards_params: whether any layout does: all ranks then call all units in the same order.
-        program: ops by (point, unit); unit is -1 for points of no unit.
-    """
-
-    layout: Layout
-    parts: Mapping[str, Layout] = field(default_factory=dict)
-    units: tuple[Unit, ...]
+    layout: Layout  # the strategy on its mesh, which also says how the step overlaps
+    parts: Mapping[str, Layout] = field(default_factory=dict)  # by part of the model; buffers name theirs
+    units: tuple[Unit, ...]  # in the order in which the model registers them, root first
     placed: tuple[tuple[BufferLayout, ...], ...] = field(repr=False)
-    order: tuple[int, ...]
+    order: tuple[int, ...]  # unit indices in the order of the forward
     memory: MemoryPlan
-    buckets: tuple[tuple[Bucket, ...], ...] = ()
-    beyond: tuple[Axis, ...] = ()
-    shards_params: bool = field(init=False)
-    program: Program = field(init=False, repr=False)
+    buckets: tuple[tuple[Bucket, ...], ...] = ()  # for each optimizer that steps on whole tensors
+    beyond: tuple[Axis, ...] = ()  # axes beyond the layouts, which only whole tensors cross
+    shards_params: bool = field(init=False)  # whether any layout does: all ranks then call all units in the same order
+    program: Program = field(init=False, repr=False)  # unit -1 for points of no unit
 
     def __post_init__(self) -> None:
         gathers = any(layout.gathers for layout in self.layouts)
@@ -150,7 +139,6 @@ class Schedule:
 
         Args:
             units: root first; block units in the order of the model's repeated list.
-            parts: layouts of the parts that buffers of `units` name.
             messages: whether ranks exchange messages, which decides the workspaces of their collectives; None counts
                 none.
             triton: whether the devices have it: [Note: Which codec] of `zeromesh.wires.format`.

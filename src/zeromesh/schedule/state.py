@@ -29,23 +29,14 @@ class GradState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """How to reduce the gradients that autograd has left of a unit.
+    """How to reduce the gradients that autograd has left of a unit."""
 
-    Args:
-        micro: reduce them over the axes of `grad_axes`, into the accumulator.
-        accumulate: add to the accumulator; else overwrite it.
-        boundary: go on to the state shard: the gradient the optimizer sees.
-        add: the state shard already holds a reduced gradient of this step; add to it.
-        scale: of this rank's own gradients; None is 1.
-        stale: the oldest generation of parameters that the unit was computed with; None is that of now.
-    """
-
-    micro: bool = True
-    accumulate: bool
-    boundary: bool
-    add: bool
-    scale: float | None = None
-    stale: int | None = None
+    micro: bool = True  # reduce them over the axes of `grad_axes`, into the accumulator
+    accumulate: bool  # add to the accumulator; else overwrite it
+    boundary: bool  # go on to the state shard: the gradient that the optimizer sees
+    add: bool  # the state shard already holds a reduced gradient of this step; add to it
+    scale: float | None = None  # factor of this rank's own gradients; None is 1
+    stale: int | None = None  # the oldest generation of parameters that the unit was computed with; None is that of now
 
     @property
     def alone(self) -> bool:
@@ -55,15 +46,10 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Reducing(Generic[T]):
-    """A reduction that was issued, as tickets; None where there is nothing to wait for.
+    """A reduction that was issued, as tickets; None where there is nothing to wait for."""
 
-    Args:
-        taken: the collected gradients have been read: their slot may be filled again.
-        done: the sums are where they are to be.
-    """
-
-    taken: T | None
-    done: T | None
+    taken: T | None  # the collected gradients have been read: their slot may be filled again
+    done: T | None  # the sums are where they are to be
 
 
 class Backend(Protocol[T]):
@@ -94,27 +80,18 @@ class Backend(Protocol[T]):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Forward:
-    """One forward that no other one of the same model encloses. Whoever waits for its backward keeps it alive.
+    """One forward that no other one of the same model encloses. Whoever waits for its backward keeps it alive."""
 
-    Args:
-        number: grows with each forward.
-        marks: beginnings (False) and ends (True) of the calls that a backward will come back to, with their units; None
-            for those of other calls.
-        running: where the beginnings of calls under way will be marked, with their units; innermost last.
-        calls: how many of the marked calls each unit has.
-        hidden: units that have returned nothing that a gradient could be seen to arrive at.
-        repeats: whether it began inside a backward.
-        over: a backward has come back to it and has dropped its graph, so no other one will.
-        read: units that are open because another one's forward has read their parameters; they end with the outermost.
-    """
-
-    number: int
+    number: int  # grows with each forward
+    # Units with beginnings (False) or ends (True) of calls that a backward will come back to; None for other calls.
     marks: list[tuple[int, bool] | None] = field(default_factory=list)
+    # Where the beginnings of calls under way will be marked, with their units; innermost last.
     running: list[tuple[int, int]] = field(default_factory=list)
-    calls: Counter[int] = field(default_factory=Counter)
-    hidden: set[int] = field(default_factory=set)
-    repeats: bool = False
-    over: bool = False
+    calls: Counter[int] = field(default_factory=Counter)  # how many of the marked calls each unit has
+    hidden: set[int] = field(default_factory=set)  # units that returned nothing at which a gradient is seen to arrive
+    repeats: bool = False  # it began inside a backward
+    over: bool = False  # a backward has come back to it and has dropped its graph, so no other one will
+    # Units that are open because another one's forward has read their parameters; they end with the outermost.
     read: list[int] = field(default_factory=list)
 
     def begin(self, unit: int, *, read: bool = False) -> None:
@@ -149,53 +126,34 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One forward of a unit, as its backward will know it.
+    """One forward of a unit, as its backward will know it."""
 
-    Args:
-        forward: that it was a part of.
-        end: the place of its end among the forward's marks.
-        generation: of the unit's parameters then.
-    """
-
-    forward: Forward
+    forward: Forward  # that it was a part of
     unit: int
-    end: int
-    generation: int
+    end: int  # the place of its end among the forward's marks
+    generation: int  # that of the unit's parameters then
 
 
 @dataclass(slots=True, eq=False)
 class Backward:
     """One run of autograd: [Note: Reverse]. Or the second half of one whose first half, for the gradients of inputs
-    alone, has been run: pipelines fill their bubbles with such, and nothing of autograd's then tells where it is.
+    alone, has been run: pipelines fill their bubbles with such, and nothing of autograd's then tells where it is."""
 
-    Args:
-        task: autograd's number of it.
-        ended: weak reference to autograd's callback at its end; dead once that was called, or never will be.
-        last: whether its micro-batch is the last before the optimizer's step.
-        scale: of this rank's own gradients; None is 1.
-        stale: units that were computed with parameters of an older generation than now, and the oldest of those.
-        inputs_only: the gradients of parameters come in another one, so nothing is reduced.
-        retains: autograd keeps its graphs for another one.
-        bring: is called with a unit that is in use, before it is left for good; of a second half, to compute the
-            gradients of its parameters.
-        reached: by forward, how many of its marks are still to be passed.
-        left: by forward and unit: how many of its calls have been left.
-        reduced: units whose gradients were handed on.
-        turn: units in the reverse of the shared order whose reductions are issued or need not be.
-    """
-
-    task: int = 0
+    task: int = 0  # autograd's number of it
+    # Weak reference to autograd's callback at its end; dead once that was called, or never will be.
     ended: Callable[[], object] = lambda: None
-    last: bool = True
-    scale: float | None = None
+    last: bool = True  # its micro-batch is the last before the optimizer's step
+    scale: float | None = None  # factor of this rank's own gradients; None is 1
+    # Units that were computed with parameters of an older generation than now, and the oldest of those.
     stale: dict[int, int] = field(default_factory=dict)
-    inputs_only: bool = False
-    retains: bool = False
+    inputs_only: bool = False  # the gradients of parameters come in another one, so nothing is reduced
+    retains: bool = False  # autograd keeps its graphs for another one
+    # Is called with a unit in use before it is left for good; in a second half, to compute its parameters' gradients.
     bring: Callable[[int], None] = lambda unit: None
-    reached: dict[Forward, int] = field(default_factory=dict)
-    left: Counter[tuple[Forward, int]] = field(default_factory=Counter)
-    reduced: set[int] = field(default_factory=set)
-    turn: int = 0
+    reached: dict[Forward, int] = field(default_factory=dict)  # how many of its marks are still to be passed
+    left: Counter[tuple[Forward, int]] = field(default_factory=Counter)  # how many calls of the unit have been left
+    reduced: set[int] = field(default_factory=set)  # units whose gradients were handed on
+    turn: int = 0  # units in the reverse of the shared order whose reductions are issued or need not be
 
     def reach(self, forward: Forward) -> None:
         """It comes back to a forward."""

@@ -28,13 +28,12 @@ def run_micro_batch(
     returned: Callable[[int], bool] = lambda part: True,
     parts: Sequence[int] | None = None,
 ) -> None:
-    """Drives `interpreter` through the forward and the backward of one micro-batch.
+    """Drives `interpreter` through the forward and the backward of one micro-batch. Its first unit is the root, whose
+    forward encloses the others'.
 
     Args:
-        interpreter: over units of which the first is the root, whose forward encloses the others'.
         last: whether the optimizer's step follows.
         compute: called between the points around a part's forward, recomputation or backward.
-        recompute: whether a part's forward is repeated in the backward.
         returned: whether a backward comes back to it: not where neither it nor anything before it trains.
         parts: the unit that each part is a call of, root first; None where each unit is one, under its own number.
     """
@@ -124,13 +123,9 @@ def step_transfers(
     returned: Callable[[int], bool] = lambda unit: True,
     moments: Callable[[int, int], Iterable[int]] = lambda unit, buffer: (2,),
 ) -> list[tuple[int, Transfer]]:
-    """Every collective of one step in steady state, as (unit, transfer), in the order of issue.
-
-    Args:
-        recompute: whether the forwards of all blocks are repeated in the backward.
-        moments: of a buffer of a unit, by their indices: how many states of each element every optimizer keeps that
-            steps on it on the device.
-    """
+    """Every collective of one step in steady state, as (unit, transfer), in the order of issue. `recompute`
+    repeats the forwards of all blocks in the backward. `moments` tells, for the indices of a unit and its buffer, how
+    many states of each element every optimizer keeps that steps on it on the device."""
     counted = Counted(schedule)
     for unit in schedule.order:
         for index, placed in enumerate(schedule.placed[unit]):

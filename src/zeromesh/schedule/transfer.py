@@ -34,16 +34,11 @@ LANES = (*GATHERS, *REDUCTIONS, *COPIES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One collective over one axis, or one copy to or from the host.
-
-    Args:
-        operation: of torch.distributed; or ``up``, ``down``.
-        numel: elements of the whole region: the result of a gather, the input of a reduction, a copy.
-    """
+    """One collective over one axis, or one copy to or from the host."""
 
     operation: Operation | Copying
     axis: Axis
-    numel: int
+    numel: int  # elements of the whole region: the result of a gather, the input of a reduction, a copy
     wire: str
 
     @property

@@ -32,11 +32,9 @@ cluster are larger than either."""
 
 
 class Role(enum.Enum):
-    """How long a unit's gathered parameters live.
-
-    BLOCK units share gather slots: gathered before each use, released after it. RESIDENT units (root, embedding, output
-    head, units nested in others) have a slot of their own and stay gathered from forward to backward.
-    """
+    """How long a unit's gathered parameters live. BLOCK units share gather slots: gathered before each use, released
+    after it. RESIDENT units (root, embedding, output head, units nested in others) have a slot of their own and stay
+    gathered from forward to backward."""
 
     BLOCK = "block"
     RESIDENT = "resident"
@@ -44,25 +42,15 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatBuffer:
-    """The parameters of one unit that share a dtype and a part and are all trainable or all frozen, as one flat buffer.
+    """The parameters of a unit that share a dtype and a part, all trainable or all frozen, as one flat buffer."""
 
-    Args:
-        numel: elements, without padding.
-        param_dtype: of the compute copy, and on the wire unless an axis says otherwise.
-        master_dtype: of the optimizer's copy; None for frozen parameters, which have neither gradient nor states.
-        grad_dtype: of the accumulated gradient shard.
-        reduce_dtype: of gradients on the wire unless an axis says otherwise.
-        part: of the model that its parameters belong to, which has a layout of its own; "" for all that no part has.
-        on_device: its tensors are not of the share that the host's stage is for.
-    """
-
-    numel: int
-    param_dtype: str
-    master_dtype: str | None
-    grad_dtype: str = "fp32"
-    reduce_dtype: str = "fp32"
-    part: str = ""
-    on_device: bool = False
+    numel: int  # without padding
+    param_dtype: str  # in the compute copy, and on the wire unless an axis says otherwise
+    master_dtype: str | None  # in the optimizer's copy; None if frozen: they have neither gradient nor states
+    grad_dtype: str = "fp32"  # in the accumulated gradient shard
+    reduce_dtype: str = "fp32"  # of gradients on the wire unless an axis says otherwise
+    part: str = ""  # the part of the model that they belong to, which has its own layout; "" for all that no part has
+    on_device: bool = False  # its tensors are not of the share that the host's stage is for
 
     def __post_init__(self) -> None:
         for dtype in (self.param_dtype, self.master_dtype or "fp32", self.grad_dtype, self.reduce_dtype):
@@ -91,16 +79,11 @@ class HostShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A group of modules gathered together.
+    """A group of modules gathered together."""
 
-    Args:
-        name: the module's qualified name; "" for the root.
-        buffers: its flat buffers, at most one for each (dtype, trainable or frozen, part, place).
-    """
-
-    name: str
+    name: str  # the module's qualified name; "" for the root
     role: Role
-    buffers: tuple[FlatBuffer, ...]
+    buffers: tuple[FlatBuffer, ...]  # at most one for each (dtype, trainable or frozen, part, place)
 
     @property
     def trainable(self) -> bool:
@@ -113,11 +96,10 @@ class Unit:
 
 
 def neighbours(units: Sequence[Unit], bucket_bytes: int) -> list[list[int]]:
-    """Which units, by index, are joined: neighbours, until their parameters take `bucket_bytes`.
-
-    For strategies that shard no parameters: a unit is then only a group of gradients that are reduced together, and
-    each collective has a fixed cost. Units inside others stay as they are. The root's parameters, as a rule a few, are
-    the last whose gradients are there, as are those of the first units: they go together."""
+    """Which units, by index, are joined: neighbours, until their parameters take `bucket_bytes`. For strategies that
+    shard no parameters: a unit is then only a group of gradients that are reduced together, and each collective has a
+    fixed cost. Units inside others stay as they are. The root's parameters, as a rule a few, are the last whose
+    gradients are there, as are those of the first units: they go together."""
     groups: list[list[int]] = []
     room = 0
     for index, unit in enumerate(units):

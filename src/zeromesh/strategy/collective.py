@@ -10,21 +10,17 @@ from typing import ClassVar
 
 
 class Collective:
-    """One way, without state.
+    """One way, without state."""
 
-    Args:
-        name: as the notation spells it.
-        by_level: it sends the bytes of level after level, and is a `zeromesh.collectives.ByLevel`; others can be
-            predicted for other engines, and not run.
-        pairs: two neighbouring steps run at once where both scatter or both gather, lossless and with no copy between
-            them. Replicated buffers are then scattered over every level and gathered again. Plans try it unasked where
-            ranks exchange messages.
-        costs: a `zeromesh.cost.JointCost`, or "module:class" of one, which whoever only runs it never imports.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # as the notation spells it
+    # It sends the bytes of level after level, and is a `zeromesh.collectives.ByLevel`; others can be predicted for
+    # other engines, and not run.
     by_level: ClassVar[bool] = False
+    # Two neighbouring steps run at once where both scatter or both gather, lossless and with no copy between them.
+    # Replicated buffers are then scattered over every level and gathered again. Plans try it unasked where ranks
+    # exchange messages.
     pairs: ClassVar[bool] = False
+    # A `zeromesh.cost.JointCost`, or "module:class" of one, which whoever only runs it never imports.
     costs: ClassVar[str | type]
 
 

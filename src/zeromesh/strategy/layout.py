@@ -35,45 +35,29 @@ COMPUTED_BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One axis of a layout: a mesh axis, or a part of one.
+    """One axis of a layout: a mesh axis, or a part of one."""
 
-    Args:
-        name: unique label: the mesh axis's name, of a split axis with its size, as ``node[2]`` (the second part of a
-            size is ``node[2]#2``); behind the name of the part of the model whose layout it belongs to, if to one.
-        mesh_axis: the mesh axis it is (a part of).
-        stride: distance, along the mesh axis, between neighbours on this axis.
-        stage: that says which of P, G and OS are sharded over it.
-    """
-
+    # Unique label: the mesh axis's name, of a split axis with its size, as ``node[2]`` (the second part of a size is
+    # ``node[2]#2``); behind the name of the part of the model whose layout it belongs to, if to one.
     name: str
     mesh_axis: str
     size: int
-    stride: int
+    stride: int  # distance, along the mesh axis, between neighbours on this axis
     stage: Stage
     wire: Wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A strategy resolved on a mesh.
+    """A strategy resolved on a mesh."""
 
-    Args:
-        strategy: in normal form.
-        mesh: (name, size) of each mesh axis, innermost first.
-        axes: the strategy's axes with sizes, innermost first.
-        part: of the model that this is the layout of; "" for all that no part has. Its axes' names begin with it.
-        feeders: ranks whose losses reach its parameters, of which gradients are the mean; None for those of its mesh.
-        significant: sharded axes, most significant first: [Note: Significance].
-        param_axes: of those, the ones that shard parameters.
-        grad_axes: of those, the ones that shard gradients between micro-batches.
-    """
-
-    strategy: Strategy
-    mesh: tuple[tuple[str, int], ...]
-    axes: tuple[Axis, ...]
-    part: str = ""
-    feeders: int | None = None
-    # Asked for by every buffer of every unit: sorting anew each time was half of a simulation.
+    strategy: Strategy  # in normal form
+    mesh: tuple[tuple[str, int], ...]  # (name, size) of each mesh axis, innermost first
+    axes: tuple[Axis, ...]  # the strategy's axes with sizes, innermost first
+    part: str = ""  # the part of the model that this is the layout of; "" for all that no part has
+    feeders: int | None = None  # ranks whose losses reach its parameters; gradients are their mean. None: its mesh's
+    # The sharded axes, most significant first ([Note: Significance]); those that shard parameters; those that shard
+    # gradients between micro-batches. Every buffer of every unit asks: sorting anew each time was half of a simulation.
     significant: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
     param_axes: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
     grad_axes: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
@@ -147,12 +131,9 @@ class Layout:
 
     @property
     def scattered_replicas(self) -> tuple[Axis, ...]:
-        """Those of the replica axes, innermost first, over which a sum is scattered and then gathered again.
-
-        All but the outermost, which is summed over in between; that one too where a collective takes two levels at
-        once, since scatters pair with scatters and gathers with gathers. A quantised wire sums over its axis as a
-        whole: where one of the inner axes has one, all are summed over one after the other.
-        """
+        """Those of the replica axes, innermost first, over which a sum is scattered and then gathered again:
+        [Note: By level] of `zeromesh.schedule.buffer_layout`. Where a collective takes two levels at once, scatters
+        pair with scatters and gathers with gathers."""
         axes = tuple(axis for axis in self.replica_axes if axis.size > 1)
         if len(axes) < 2 or not self.collective.by_level or any(axis.wire.quantised for axis in axes[:-1]):
             return ()
@@ -183,12 +164,8 @@ class Layout:
         return coordinates
 
     def shard(self, padded: int, axes: Sequence[Axis], coordinates: dict[str, int]) -> slice:
-        """The contiguous range that a rank holds of a buffer of `padded` elements sharded over `axes`.
-
-        Args:
-            padded: length, a multiple of the product of the axes' sizes.
-            axes: a prefix of `significant`.
-        """
+        """The contiguous range that a rank holds of a buffer of `padded` elements sharded over `axes`, a prefix of
+        `significant`. The product of their sizes divides `padded`."""
         index = 0
         for axis in axes:
             index = index * axis.size + coordinates[axis.name]

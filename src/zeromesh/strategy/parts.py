@@ -52,11 +52,8 @@ def belongs(part: str, module: str, kind: str) -> bool:
 
 
 def with_given(strategy: Strategy, parts: Mapping[str, Part], axes: Mapping[str, Sequence[str]]) -> Strategy:
-    """`strategy` with the strategies that `parts` gives beside the notation.
-
-    Args:
-        parts: by name.
-        axes: names of the axes of the mesh that each is on, innermost first, for presets.
+    """`strategy` with the strategies that `parts`, by name, gives beside the notation. For presets, `axes` has
+    the names of the axes of the mesh that each is on, innermost first.
 
     Raises:
         NotationError: a part has two strategies, or none.

@@ -52,11 +52,7 @@ PRESETS = tuple(_SYSTEMS)
 
 
 def preset_axes(name: str, axes: Sequence[str] | None) -> str:
-    """The notation of preset `name` on the given axes.
-
-    Args:
-        name: a key of `PRESETS`, in any case.
-        axes: axis names, innermost first.
+    """The notation of preset `name` (in upper or lower case) on axes of these names, innermost first.
 
     Raises:
         NotationError: unknown name, no axes, or fewer axes than the preset has levels.

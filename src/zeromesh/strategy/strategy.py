@@ -42,19 +42,13 @@ _AXIS = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisStage:
-    """One term of a strategy.
-
-    Args:
-        stage: that says which of P, G and OS are sharded over it.
-        split: None for the whole axis; a size for a part of it; "*" for the rest of it.
-        spelt: the size that the parts of a whole axis were given with, which the mesh must have; the term's
-            meaning does not depend on it.
-    """
+    """One term of a strategy."""
 
     name: str
     stage: Stage
     wire: Wire = DEFAULT_WIRE
-    split: Split = None
+    split: Split = None  # None for the whole axis; a size for a part of it; "*" for the rest of it
+    # The size that the parts of a whole axis were given with, which the mesh must have. The term's meaning ignores it.
     spelt: int | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
