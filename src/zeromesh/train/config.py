@@ -199,12 +199,10 @@ class TrainConfig(Section):
 
     @property
     def tokenizer(self) -> str:
-        """`data.tokenizer`, or its default."""
         return self.data.tokenizer or str(self.model.pretrained or "bytes")
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
         return prod(self.mesh.values())
 
     @property
@@ -238,13 +236,9 @@ class TrainConfig(Section):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The configuration in a TOML file, with `key.path=value` overrides applied; its paths are absolute.
-
-    Raises:
-        ConfigError, InputError: as `read_settings`, or a plan was made for other choices than the file's.
-        NotationError, MeshError: the strategy does not parse or does not fit the mesh.
-        ClusterError: "auto", and the cluster cannot be read or does not fit the mesh.
-    """
+    """The configuration in a TOML file, with `key.path=value` overrides applied; its paths are absolute. Raises
+    ConfigError or InputError as `read_settings`, or if a plan was made for other choices than the file's;
+    NotationError, MeshError or ClusterError if strategy or cluster cannot be read, or do not fit the mesh."""
     config, tables = read_settings(path, overrides, TrainConfig, is_path=_is_path)
     if is_file(tables["strategy"]) and isinstance(plan := read_file(Path(tables["strategy"])), Plan):
         _require_as_planned(config, plan, tables["strategy"])

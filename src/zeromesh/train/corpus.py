@@ -49,9 +49,8 @@ class Corpus:
     tokenizer: Tokenizer
 
     def identity(self) -> dict[str, Any]:
-        """Identity of the corpus, stored in checkpoints."""
         tokens, definition = self.training.tokens, self.tokenizer.definition or "bytes"
-        return {
+        return {  # stored in checkpoints
             TOKENIZER: hashlib.blake2b(definition.encode(), digest_size=16).hexdigest(),
             "number of training tokens": tokens.numel(),
             "digest of the training tokens": hashlib.blake2b(tokens.numpy().data, digest_size=16).hexdigest(),
@@ -59,12 +58,8 @@ class Corpus:
 
 
 def load_corpus(config: TrainConfig, place: Path) -> Corpus:
-    """`read_corpus` on rank 0, for all ranks, by way of a file in `place`, which goes; collective.
-
-    Raises:
-        ConfigError: on every rank, if rank 0 cannot make the corpus, or another rank cannot see the file.
-    """
-
+    """`read_corpus` on rank 0, for all ranks, by way of a file in `place`, which goes; collective. Raises ConfigError
+    on every rank, if rank 0 cannot make the corpus, or another rank cannot see the file."""
     with ExitStack() as stack:
 
         def read() -> tuple[str, list[Any]]:
@@ -112,7 +107,5 @@ def _read(config: TrainConfig) -> tuple[Any, int, int, Tokenizer]:
 
 
 def _corpus(config: TrainConfig, tokens: Any, split: int, num_documents: int, tokenizer: Tokenizer) -> Corpus:
-    training, held_out = (
-        Rows(tokens=part, seq_len=config.data.seq_len) for part in torch.from_numpy(tokens).tensor_split([split])
-    )
-    return Corpus(training=training, held_out=held_out, num_documents=num_documents, tokenizer=tokenizer)
+    parts = [Rows(tokens=part, seq_len=config.data.seq_len) for part in torch.from_numpy(tokens).tensor_split([split])]
+    return Corpus(training=parts[0], held_out=parts[1], num_documents=num_documents, tokenizer=tokenizer)

@@ -41,13 +41,8 @@ from zeromesh.units import format_bytes, format_seconds
 
 
 def run_training(config: TrainConfig, ranks: Ranks) -> bool:
-    """Trains to the last step; False if the run was preempted and has saved.
-
-    Collective: every rank of the mesh calls it.
-
-    Raises:
-        InputError: something in the configuration is wrong.
-    """
+    """Trains to the last step; False if the run was preempted and has saved. Every rank of the mesh calls it. Raises
+    InputError if something in the configuration is wrong."""
     place = from_first(lambda: _require_possible(config), "waiting for rank 0 to look at the configuration")
     with progress("reading the corpus"):
         corpus = load_corpus(config, place)
@@ -188,11 +183,8 @@ class Trainer:
         self._report: RunReport | None = None  # rank 0's, while steps run
 
     def run(self) -> bool:
-        """Runs all steps that are left; False if a signal ended the run, after it has saved the steps done.
-
-        Raises:
-            NonFiniteError, MismatchError: on all ranks, after what was being saved is complete.
-        """
+        """Runs all steps that are left; False if a signal ended the run, after it has saved the steps done. Raises
+        NonFiniteError or MismatchError on all ranks, after a save under way is complete."""
         run = self.config.run
         begun = self._resume()
         # Made only now that nothing can be wrong with the input any more.
@@ -217,7 +209,7 @@ class Trainer:
         try:
             done = self._run_steps(begun)
             if begun < done == run.steps:
-                self._measure_memory()
+                self.memory = gathered(memory_report(self.model, self.optimizer))
         finally:
             if self._report:
                 self._report.close()
@@ -287,7 +279,7 @@ class Trainer:
                     skipped, rollbacks = self.counts.skipped or None, self.counts.rollbacks or None
                     self._report.append(replace(metrics, skipped=skipped, rollbacks=rollbacks))
                 if outcome.finite and not self.memory:
-                    self._measure_memory()
+                    self.memory = gathered(memory_report(self.model, self.optimizer))
                     if every:
                         self.checkpoints.prepare()
                 self._write_samples(done)
@@ -428,9 +420,6 @@ class Trainer:
             f"on each of {config.world} ranks ({device_name(self.ranks.device)})",
             *[f"all {config.run.steps} steps are done: nothing is left to do"] * (done >= config.run.steps),
         ]
-
-    def _measure_memory(self) -> None:
-        self.memory = gathered(memory_report(self.model, self.optimizer))
 
     def _make_directory(self) -> None:
         directory, definition = self.config.run.directory, self.corpus.tokenizer.definition

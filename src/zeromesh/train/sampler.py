@@ -12,8 +12,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-FEISTEL_ROUNDS = 6
-"""Luby and Rackoff's proof needs four with perfect round functions; two more cost nothing here."""
+FEISTEL_ROUNDS = 6  # Luby and Rackoff's proof needs four with perfect round functions; two more cost nothing here
 
 
 def permute(index: int, size: int, key: tuple[int, ...]) -> int:
