@@ -11,8 +11,7 @@ torch.distributed.checkpoint saves and loads the result of `state_dict()`, under
 from __future__ import annotations
 
 import weakref
-from functools import cache, partial
-from pkgutil import resolve_name
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -98,10 +97,18 @@ def _teach_torch() -> None:
     states: Any = torch_state_dict
     stager: Any = StateDictStager
     finish, copy_of = states._maybe_full_or_cpu_state_dict, stager._offload_tensor
-    gathered, staged = (partial(resolve_name, f"zeromesh.engine.whole:{name}") for name in ("gathered", "staged"))
+
+    def finish_whole(state: dict[str, Any], info: Any) -> Any:
+        from zeromesh.engine.whole import gathered  # of full_state_dict=
+
+        return finish(gathered(state, info), info)
 
     def stage(self: Any, tensor: Tensor, *args: Any, **options: Any) -> Any:
-        return staged()(tensor) if isinstance(tensor, Slice) else copy_of(self, tensor, *args, **options)
+        if not isinstance(tensor, Slice):
+            return copy_of(self, tensor, *args, **options)
+        from zeromesh.engine.whole import staged  # of dcp.async_save
 
+        return staged(tensor)
+
+    states._maybe_full_or_cpu_state_dict = finish_whole
     stager._offload_tensor = stage
-    states._maybe_full_or_cpu_state_dict = lambda state, info: finish(gathered()(state, info), info)
