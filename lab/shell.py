@@ -35,8 +35,8 @@ def check_host() -> None:
 
 
 def execute(command: Command) -> str:
-    """Run `command` and return what it printed. LabError if it fails or does not end, with the instruction and what the
-    kernel said."""
+    """Run `command` and return its output. LabError if it fails or does not end, with the instruction and the kernel's
+    words."""
     try:
         done = subprocess.run(
             command.argv,

@@ -368,7 +368,8 @@ class DeviceBackend:
             for params, key, leaf, param, address, trained in shards.sites:
                 held = params.get(key)
                 if leaf.requires_grad is not trained:
-                    leaf.requires_grad, param.requires_grad = trained, not trained  # the second one raises
+                    leaf.requires_grad = trained
+                    param.requires_grad_(not trained)  # raises: the forward's change, as if it were made outside of it
                 if held is param or (held is leaf and local_of(leaf).data_ptr() == address):
                     continue
                 if held is not leaf or not shards.has_cast(leaf):

@@ -177,7 +177,7 @@ class OwnerOptimizer(Optimizer):
         }
         places, buffers = [known[param][0] for param in params], [known[param][1] for param in params]
         home = _home_of(engine, self.kind, {buffer.spec.part for buffer in buffers} or {""})
-        dtypes = [(b.spec.grad_dtype, cast(str, b.spec.master_dtype)) for b in buffers]
+        dtypes = [(b.spec.grad_dtype, cast(str, b.spec.master_dtype)) for b in buffers]  # they are trained
         self._grad_dtypes = {param: DTYPES[grad] for param, (grad, _) in zip(params, dtypes, strict=True)}
         self._given = options
         self._require_same(engine, places, cost, bucket_bytes)
