@@ -14,7 +14,7 @@ from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.time_bound import Shared
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator.division import Division
-from zeromesh.simulator.few import simulate_few
+from zeromesh.simulator.few import peak_bytes, simulate_few
 from zeromesh.simulator.mechanics import Mechanics, find_engine
 from zeromesh.simulator.result import Simulation
 from zeromesh.simulator.run import Setups, setups_of, setups_with, simulate_divided
@@ -117,6 +117,11 @@ class Evaluator:
     def fits(self, estimate: Estimate) -> bool:
         """Whether it stays within both limits."""
         return estimate.memory_bytes <= self.limit_bytes and estimate.host_memory_bytes <= self.host_limit_bytes
+
+    def has_room(self, candidate: Candidate) -> bool:
+        """Whether its estimate `fits`, for which no step is simulated."""
+        sizes = [peak_bytes(setup) for setup, _ in self._setups(candidate)]
+        return all(size <= self.limit_bytes and on_host <= self.host_limit_bytes for size, on_host in sizes)
 
     @property
     def evaluated(self) -> list[Estimate]:

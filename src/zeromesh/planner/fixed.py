@@ -50,10 +50,8 @@ def fastest(evaluator: Evaluator, strategy: Strategy, parallel: Parallel, top: i
     for candidate, memory in every:
         if len(fitting) >= top and plain and bounded(evaluator.mechanics) and candidate.bound_s >= fitting[-1].step_s:
             break
-        if memory <= evaluator.limit_bytes:
-            estimate = evaluator.estimate(candidate)
-            if evaluator.fits(estimate):
-                fitting = sorted([*fitting, estimate], key=lambda estimate: estimate.step_s)[:top]
+        if memory <= evaluator.limit_bytes and evaluator.has_room(candidate):
+            fitting = sorted([*fitting, evaluator.estimate(candidate)], key=lambda estimate: estimate.step_s)[:top]
     return [estimate.candidate for estimate in fitting] or [min(every, key=lambda pair: pair[1])[0]]
 
 

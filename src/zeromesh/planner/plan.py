@@ -233,7 +233,7 @@ def _try_shares(evaluator: Evaluator, found: Found) -> None:
         fitted = False
         for strategy in shares_of(candidate.strategy):
             best, *_ = fastest_choices(evaluator, strategy, candidate.parallel)
-            fits = evaluator.fits(evaluator.estimate(best))
+            fits = evaluator.has_room(best)
             if fitted and not fits:
                 break
             fitted = fits

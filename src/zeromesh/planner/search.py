@@ -237,9 +237,11 @@ def search(
         evaluator.estimate(candidate)
     ranked = _fitting(evaluator)
     if not ranked and pool.crowded is not None and refuses is None:
-        for host in HOSTS[1:]:
-            for strategy in shares_of(replace(pool.crowded.strategy, host=host)):
-                evaluator.estimate_steps(replace(pool.crowded, strategy=strategy), streamed=True)
+        for host, step in product(HOSTS[1:], ("host", "device")):
+            for strategy in shares_of(replace(pool.crowded.strategy, host=host, step=step)):
+                candidate = replace(pool.crowded, strategy=strategy)
+                if evaluator.has_room(candidate):
+                    evaluator.estimate(candidate)
         ranked = _fitting(evaluator)
     if not ranked:
         if options.host == "auto" and not hostless:

@@ -24,11 +24,16 @@ def simulate_few(setups: Setups) -> tuple[float, float, float] | None:
         step_s = _step_s(setup, idle_s)
         if step_s is None:
             return None
-        activations = setup.activations()
-        activations.pass_through()
-        found.append((step_s, setup.peak_memory(activations).total, host_bytes(setup.schedule)))
+        found.append((step_s, *peak_bytes(setup)))
     step_s, memory, on_host = map(max, zip(*found, strict=True))
     return step_s, memory, on_host
+
+
+def peak_bytes(setup: Setup) -> tuple[float, float]:
+    """Peak bytes of memory and bytes of the host's, which depend on no time."""
+    activations = setup.activations()
+    activations.pass_through()
+    return setup.peak_memory(activations).total, host_bytes(setup.schedule)
 
 
 def _step_s(setup: Setup, idle_s: float) -> float | None:
