@@ -77,7 +77,7 @@ def test_no_simpler_layout_is_near_the_fastest(
     model = small_model()
     cluster = small_cluster(*sizes, memory_bytes=memory_bytes, outer_bytes_per_s=outer_bytes_per_s)
     work = Workload(seq_len=256, global_batch_tokens=256 * cluster.world * 2)
-    options = Options(splits="once" if engine else "none", max_simulations=None, front=0)
+    options = Options(splits="once" if engine else "none", max_simulations=None, front=0, host="none")
     emit = (lambda each: EMITTERS[engine](each, model)) if engine else None
     try:
         found = plan(model, cluster, work, options=options, within=within, robust=False, emit=emit)
