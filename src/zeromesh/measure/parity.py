@@ -6,6 +6,8 @@ in it. So it costs as much on 4 ranks as on 4,096.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,11 +36,10 @@ def largest_difference(ranks: Ranks, strategy: str) -> float:
     )
     _train_sharded(sharded, ranks)
     found = zm.full_state_dict(sharded)
-    plain = make_llama(MODEL).double().to(ranks.device)
-    _train_plainly(plain, ranks)
+    plain = _trained_plainly(ranks.rank, ranks.world, ranks.device)
     worst = torch.zeros((), dtype=torch.float64)
     if ranks.rank == 0:
-        pairs = [(found[name], value.detach().cpu()) for name, value in plain.named_parameters()]
+        pairs = [(found[name], value) for name, value in plain.items()]
         shares = torch.stack([(one - other).abs().max() / other.abs().max() for one, other in pairs])
         worst = shares.nan_to_num(nan=float("inf")).max()
     dist.broadcast(worst, src=0)
@@ -61,15 +62,19 @@ def _train_sharded(model: nn.Module, ranks: Ranks) -> None:
         optimizer.zero_grad()
 
 
-def _train_plainly(model: nn.Module, ranks: Ranks) -> None:
+@functools.cache
+def _trained_plainly(rank: int, world: int, device: torch.device) -> dict[str, Tensor]:
+    """Parameters after plain training: once for all strategies, as each rank asks for all of them."""
+    model = make_llama(MODEL).double().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         for micro in range(MICRO_BATCHES):
-            loss = loss_of(model, _batch(ranks.rank, step, micro, ranks.device)) / MICRO_BATCHES
+            loss = loss_of(model, _batch(rank, step, micro, device)) / MICRO_BATCHES
             loss.backward()  # type: ignore[no-untyped-call]  # torch's
         for parameter in model.parameters():
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
-            parameter.grad /= ranks.world
+            parameter.grad /= world
         optimizer.step()
         optimizer.zero_grad()
+    return {name: value.detach().cpu() for name, value in model.named_parameters()}

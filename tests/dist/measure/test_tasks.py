@@ -128,20 +128,8 @@ def test_parity_is_seen_and_so_is_its_lack():
     ranks, strategy = ranks_of(2), "node=3"
     assert parity.largest_difference(ranks, strategy) < 1e-12
     with pytest.MonkeyPatch.context() as patch:
-        wrong = parity._batch
-
-        def shifted(rank, step, micro, device):
-            return wrong(rank, step, micro + (rank == 1 and patched["sharded"]), device)
-
-        patched = {"sharded": True}
-        plain = parity._train_plainly
-
-        def train_plainly(model, ranks):
-            patched["sharded"] = False
-            plain(model, ranks)
-
-        patch.setattr(parity, "_batch", shifted)
-        patch.setattr(parity, "_train_plainly", train_plainly)
+        right = parity._batch
+        patch.setattr(parity, "_batch", lambda rank, step, micro, at: right(rank, step, micro + (rank == 1), at))
         assert parity.largest_difference(ranks, strategy) > 1e-4  # one micro-batch of one rank is another
 
 
