@@ -119,19 +119,20 @@ def test_plan_takes_the_host_s_memory_where_nothing_fits_without(zeromesh, tmp_p
 
 def test_plan_compares_with_what_another_network_or_engine_would_give(zeromesh: Any) -> None:
     changes = ["--what-if", "cluster.bandwidth=2x", "--what-if", "node.latency=1 us,memory=141 GB"]
-    code, out, _ = zeromesh("plan", *SMALL, *changes, "--engine", "fsdp", "--json")
+    base = ["plan", *SMALL, *["--splits", "none", "--no-robust", "--activation-checkpointing", "none"]]
+    code, out, _ = zeromesh(*base, *changes, "--engine", "fsdp", "--json")
     answer = json.loads(out)
     assert code == 0 and [each["change"] for each in answer["what_if"]] == changes[1::2]
     for step in (answer["zeromesh"], *(each[key] for each in answer["what_if"] for key in ("best", "fastest"))):
         check_step(step)
-    code, out, err = zeromesh("plan", *SMALL, *changes[:2], "--emit", "fsdp2")
+    code, out, err = zeromesh(*base, *changes[:2], "--emit", "fsdp2")
     assert code == 0 and "fully_shard" in out
     assert "recommended for fsdp2: node" in err and "what if cluster.bandwidth=2x: node" in err
     assert "fsdp2 takes " in err and " than zeromesh with its fastest layout, " in err
     fp8 = ["--cluster", "h100-8x-ndr", "--engine", "fsdp", "--products", "fp8"]  # zeromesh has no such products
-    code, out, _ = zeromesh("plan", *SMALL, *fp8)
+    code, out, _ = zeromesh(*base, *fp8)
     assert code == 0 and "than zeromesh" not in out
-    code, _, err = zeromesh("plan", *SMALL, "--what-if", "rack.bandwidth=2x")
+    code, _, err = zeromesh(*base, "--what-if", "rack.bandwidth=2x")
     assert code == 2 and "--what-if changes node.bandwidth" in err
 
 
@@ -244,7 +245,7 @@ def test_kernels_change_the_step_and_the_answer_says_what_compiled_ones_take(zer
     assert code == 2 and "--kernels must be one of eager, compiled, liger, megatron; got 'inductor'" in error
     code, _, error = zeromesh(*once, "--products", "fp8")
     assert code == 2 and "name an engine that has it, fsdp" in error
-    of_fsdp = [*SMALL, "--cluster", "h100-8x-ndr", "--engine", "fsdp", "--json"]
+    of_fsdp = [*SMALL, "--cluster", "h100-8x-ndr", "--engine", "fsdp", "--splits", "none", "--no-robust", "--json"]
     steps = [json.loads(zeromesh("plan", *of_fsdp, *more)[1])["best"]["step_s"] for more in ((), ("--products", "fp8"))]
     assert 0.5 < steps[1] / steps[0] < 1
 

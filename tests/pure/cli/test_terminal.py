@@ -106,7 +106,7 @@ def test_errors_are_wrapped_by_words() -> None:
 
 
 def test_progress_is_shown_in_a_terminal_alone(zeromesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ("plan", *BASE, "--world", "16", "--global-batch-tokens", "131072", "--splits", "all", "--json")
+    arguments = ("plan", *BASE, "--world", "16", "--global-batch-tokens", "131072", "--no-robust", "--json")
     code, lines = in_terminal(*arguments, program=("-c", PROGRESS), erased=True)
     text = "".join(lines)
     shown = re.findall(r"searching layouts: [\d,]+ simulated, at most [\d.]+% from the fastest, \d+ s", text)
