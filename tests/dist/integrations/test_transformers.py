@@ -149,11 +149,11 @@ def with_everything(directory: Path, how: zm.Sharding | None = None) -> tuple[An
     return curve(trainer), evaluated, Path(trainer.state.best_model_checkpoint).name, left
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_smoothing_recomputation_evaluation_and_the_best_model(tmp_path):
     expected, *others = plain(lambda: with_everything(tmp_path / "plain"))
     with launched():
-        found, *own = with_everything(tmp_path / "sharded", sharding())
+        found, *own = with_everything(tmp_path / "sharded", sharding("node=3", {"node": 2}))
     assert_same_curve(found, expected)
     torch.testing.assert_close(own[0], others[0], rtol=0, atol=BOUND)
     assert own[1:] == others[1:]
