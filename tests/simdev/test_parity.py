@@ -66,8 +66,7 @@ def test_shards_in_the_host_s_memory():
 
 @on_devices(4)
 def test_shards_in_the_host_s_memory_that_are_stepped_on_here():
-    check_all([f"{mix};step=device" for mix in ("host=1,node=3,cluster=1", "host=2,node=1,cluster=0")], CASE, 2, 2)
-    check_all([f"{mix};step=device" for mix in ("host=3,node=3,cluster=2", "host=3d,node=3,cluster=3h")], CASE, 2, 2)
+    check_all([f"{mix};step=device" for mix in ("host=2,node=1,cluster=0", "host=3d,node=3,cluster=3h")], CASE, 2, 2)
     check_all(["host[50%]=1,node=3,cluster=3;step=device"], replace(CASE, precision="bf16-wire", steps=3), 2, 2)
     with mock.patch.object(beside, "STREAMED_ELEMENTS", 11):  # in pieces, which cut parameters
         check_all([f"{mix};step=device" for mix in ("host=1,node=3,cluster=1", "host=3,node=3,cluster=2")], CASE, 2, 2)
@@ -95,7 +94,8 @@ def test_a_model_whose_parameters_lie_on_the_host_tells_its_device():
 
 @on_devices(8)
 def test_three_axes():
-    check_all(["node=3,cluster=3k,region=1", "node=3d,cluster=1,region=0"], replace(CASE, world=8), 2, 2, 2)
+    """One strategy: `test_order` has more of them in one process, and `tests/dist/engine/test_parity` on the host."""
+    check_all(["node=3,cluster=3k,region=1"], replace(CASE, world=8), 2, 2, 2)
 
 
 @on_devices(4)
