@@ -277,9 +277,9 @@ def loop_of_the_readme(rank: int) -> None:
     """As a script, whose last statement is the last step's: its results are there until the interpreter ends."""
     readme = Path(__file__).parents[3].joinpath("README.md").read_text()
     loop = readme.split("```python\n")[1].split("```")[0]
-    lines = loop.replace('"cuda", (16, 8)', '"cpu", (2, 2)').splitlines()
+    lines = loop.replace('"cuda", (16, 8)', '"cpu", (1, 2)').splitlines()
     kept = [line for line in lines if not re.search("LOCAL_RANK|set_device|device_id", line)]  # they are a group
-    assert len(lines) - len(kept) == 3 and '"cpu", (2, 2)' in "".join(kept) and "optimizer.step()" in loop
+    assert len(lines) - len(kept) == 3 and '"cpu", (1, 2)' in "".join(kept) and "optimizer.step()" in loop
     exec(SURROUNDINGS + "\n".join(kept), vars(sys.modules["__main__"]))
 
 
@@ -293,7 +293,7 @@ def run_all(directory: Path) -> None:
     gc.freeze()  # else each child spends a second on inherited objects
     runs = {", ".join(cell): (2, lambda rank, cell=cell: script(rank, *cell)) for cell in cells()}
     found = {}
-    for name, (world, run) in {**runs, README: (4, loop_of_the_readme)}.items():
+    for name, (world, run) in {**runs, README: (2, loop_of_the_readme)}.items():
         codes = exit_codes(world, directory / name, run)
         if codes is None:
             return
@@ -305,7 +305,7 @@ def test_processes_end_with_their_own_code(tmp_path):
     command = [sys.executable, "-m", "tests.dist.features.test_endings", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    expected = {", ".join(cell): [ENDED[cell[1]]] * 2 for cell in cells()} | {README: [0] * 4}
+    expected = {", ".join(cell): [ENDED[cell[1]]] * 2 for cell in cells()} | {README: [0] * 2}
     printed = [path.read_text() for path in tmp_path.glob(f"{README}-*.txt")]
     assert json.loads(done.stdout.splitlines()[-1]) == expected, printed
 

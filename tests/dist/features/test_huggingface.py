@@ -67,18 +67,18 @@ def layers(of: str, number: int = 3) -> list[str]:
 
 ENDS = ["lm_head", "model.embed_tokens"]
 KINDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
-    "llama": ([*ENDS, *layers("model.layers")], ("node=3d,cluster=3",)),
-    "qwen2": (layers("model.layers"), ("node=2,cluster=3k",)),
-    "mixtral": ([*ENDS, *layers("model.layers")], ("node=0,cluster=1",)),
-    "gpt2": (layers("transformer.h"), ("node=3d,cluster=1",)),
-    "t5": ([*layers("decoder.block", 2), *layers("encoder.block", 2)], ("node=3,cluster=1",)),
-    "vit": (["vit.embeddings", *layers("vit.layers")], ("node=3,cluster=3",)),
+    "llama": ([*ENDS, *layers("model.layers")], ("node=3d",)),
+    "qwen2": (layers("model.layers"), ("node=3k",)),
+    "mixtral": ([*ENDS, *layers("model.layers")], ("node=0",)),
+    "gpt2": (layers("transformer.h"), ("node=2",)),
+    "t5": ([*layers("decoder.block", 2), *layers("encoder.block", 2)], ("node=3",)),
+    "vit": (["vit.embeddings", *layers("vit.layers")], ("node=1",)),
 }
 """Names of the units besides the root, and strategies."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@on_ranks(4)
+@on_ranks(2)
 def test_trains_as_plain(kind):
     names, strategies = KINDS[kind]
     of_kind: dict[str, Any] = {"loss_of": loss_of, "data_of": partial(data_of, kind), "clip": 0.5}

@@ -34,7 +34,7 @@ from zeromesh.engine import build
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import MismatchError, ModelError
 
-MODES = pytest.mark.parametrize("strategy", ("node=3,cluster=1", "node=0,cluster=1"))
+MODES = pytest.mark.parametrize("strategy", ("node=3", "node=0"))
 
 
 # ---- meta device
@@ -54,13 +54,13 @@ def ordered_init(calls: list[str]) -> Any:
 
 
 @MODES
-@on_ranks(4)
+@on_ranks(2)
 def test_meta_model_gets_its_values_on_the_first_rank(strategy):
     expected, calls = net(), []
     for module in expected.modules():
         with torch.no_grad():
             ordered_init([])(module)
-    model = zm.shard(net().to("meta"), mesh_of(2, 2), strategy, init=ordered_init(calls))
+    model = zm.shard(net().to("meta"), mesh_of(2), strategy, init=ordered_init(calls))
     # Embedding, final norm and head; in each block two linear layers, a norm and the block's own gain.
     assert len(calls) == (0 if dist.get_rank() else 3 + 3 * 4)
     same_state(model, expected)
@@ -92,7 +92,7 @@ class Held(TorchDispatchMode):
         return made
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_no_rank_ever_holds_the_whole_meta_model():
     """At most two units, as the modules hold one and as it is broadcast, beside the rank's own part; and
     one that the back end's thread lets go of a moment after its broadcast has ended."""
@@ -103,9 +103,9 @@ def test_no_rank_ever_holds_the_whole_meta_model():
 
     model = net(num_blocks=20, dim=16).to("meta")
     whole = sum(param.nbytes for param in model.parameters())
-    mesh = mesh_of(2, 2)
+    mesh = mesh_of(2)
     with Held() as held:
-        zm.shard(model, mesh, "node=3,cluster=3", init=init)
+        zm.shard(model, mesh, "node=3", init=init)
     engine = engine_of(model)
     buffers = [buffer for unit in engine.units for buffer in unit.buffers]
     shards = sum(tensor.nbytes for buffer in buffers for tensor in buffer.persistent().values())
@@ -142,11 +142,11 @@ class Shared(nn.Module):
         self.blocks[2].inner.weight = self.blocks[0].inner.weight
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_modules_initialise_themselves():
     with torch.device("meta"):
         model = Shared()
-    zm.shard(model, mesh_of(2, 2), "node=3,cluster=1")
+    zm.shard(model, mesh_of(2), "node=3")
     state = zm.full_state_dict(model)
     assert all(block.table.tolist() == [0, 1, 2, 3] for block in model.blocks)
     if dist.get_rank() == 0:
@@ -158,9 +158,9 @@ def test_modules_initialise_themselves():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "init"), [("node=0,cluster=0", None), ("node=3,cluster=3", nn.Linear.reset_parameters)]
+    ("strategy", "init"), [("node=0", None), ("node=3", nn.Linear.reset_parameters)]
 )
-@on_ranks(4)
+@on_ranks(2)
 def test_what_has_values_keeps_them_beside_what_is_made(strategy, init):
     """A new bias; a new layer beside others."""
     torch.manual_seed(0)
@@ -169,7 +169,7 @@ def test_what_has_values_keeps_them_beside_what_is_made(strategy, init):
     model[0].bias = nn.Parameter(torch.empty(8, device="meta"))
     model[1].to("meta")
     given = init and (lambda module: init(module) if isinstance(module, nn.Linear) else None)
-    whole = zm.full_state_dict(zm.shard(model, mesh_of(2, 2), strategy, init=given))
+    whole = zm.full_state_dict(zm.shard(model, mesh_of(2), strategy, init=given))
     if dist.get_rank() == 0:
         made = {name for name, value in expected.items() if not torch.equal(whole[name], value)}
         assert made == {"0.bias", "1.weight", "1.bias"}
@@ -254,13 +254,13 @@ def test_weights_on_the_first_rank_only(strategy, others):
     same_state(model, expected)
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_buffers_are_the_first_rank_s():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     rank = dist.get_rank()
     for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
         model.register_buffer(f"of_{dtype}".replace(".", "_"), torch.arange(6).view(2, 3).t().to(dtype) + rank)
-    zm.shard(model, mesh_of(2, 2), "node=3,cluster=1")
+    zm.shard(model, mesh_of(2), "node=3")
     for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
         assert getattr(model, f"of_{dtype}".replace(".", "_")).equal(torch.arange(6).view(2, 3).t().to(dtype))
 
@@ -268,7 +268,7 @@ def test_buffers_are_the_first_rank_s():
 # ---- state
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_whole_state_of_dtypes_that_gloo_does_not_know():
     dtypes = (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64)
     model = nn.Linear(2, 2)
@@ -279,7 +279,7 @@ def test_whole_state_of_dtypes_that_gloo_does_not_know():
     # torchtitan's split a fused weight, which needs the whole of it.
     model.register_state_dict_post_hook(lambda *_: pytest.fail("called with slices"))
     model.register_parameter("codes", nn.Parameter(torch.zeros(3, dtype=torch.uint16), requires_grad=False))
-    zm.shard(model, mesh_of(2, 2), "node=2,cluster=1")
+    zm.shard(model, mesh_of(2), "node=2")
     state = values | {"weight": torch.eye(2), "bias": torch.ones(2), "none": torch.zeros(0, 2)}
     state["codes"] = torch.tensor([1, 2, 60000], dtype=torch.uint16)
     zm.load_full_state_dict(model, state if dist.get_rank() == 0 else {})
@@ -290,7 +290,7 @@ def test_whole_state_of_dtypes_that_gloo_does_not_know():
 
 
 @MODES
-@on_ranks(4)
+@on_ranks(2)
 def test_a_change_by_hand_and_refresh(strategy):
     """An average of the weights over steps, evaluated in place of the weights and taken back."""
     pair = Pair(base=net(), strategy=strategy)
@@ -322,9 +322,9 @@ def test_a_change_by_hand_and_refresh(strategy):
 # ---- the end
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_moving_a_sharded_model():
-    model = zm.shard(net().float(), mesh_of(2, 2), "node=3,cluster=1", param_dtype=torch.bfloat16)
+    model = zm.shard(net().float(), mesh_of(2), "node=3", param_dtype=torch.bfloat16)
     before = zm.full_state_dict(model)
     assert model.to("cpu") is model and model.float() is model
     for move in (nn.Module.half, nn.Module.double, lambda m: m.to("meta"), lambda m: m.to_empty(device="cpu")):

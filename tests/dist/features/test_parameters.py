@@ -81,9 +81,9 @@ def with_lora(num_blocks: int = 3) -> Net:
     return model
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_lora():
-    for pair in check(with_lora(), "node=3d,cluster=1", "node=3,cluster=3k"):
+    for pair in check(with_lora(), "node=3d", "node=3k"):
         optimizer = adamw(p for p in pair.model.parameters() if p.requires_grad)
         next_token_loss(pair.model, tokens(0, 0, dist.get_rank())).backward()
         optimizer.step()
@@ -91,11 +91,11 @@ def test_lora():
         assert len(optimizer.state) == len(trainable) == 12
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_units_with_frozen_parameters_are_reduced_as_the_backward_passes_them():
     """Joined ones too."""
-    for strategy in ("node=3,cluster=1", "node=0,cluster=1"):
-        model = zm.shard(with_lora(num_blocks=6), mesh_of(2, 2), strategy, bucket_bytes=2500)
+    for strategy in ("node=3", "node=0"):
+        model = zm.shard(with_lora(num_blocks=6), mesh_of(2), strategy, bucket_bytes=2500)
         engine, ended = engine_of(model), list[int]()
         for _ in range(2):
             next_token_loss(model, tokens(0, 0, dist.get_rank())).backward()
@@ -107,11 +107,11 @@ def test_units_with_frozen_parameters_are_reduced_as_the_backward_passes_them():
         assert len(trainable) > 2 and sorted(unit for unit in ended if unit in trainable) == trainable
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_changing_what_is_frozen_after_sharding_is_refused():
     model = net()
     model.embed.requires_grad_(False)
-    zm.shard(model, mesh_of(2, 2), "node=3,cluster=1")
+    zm.shard(model, mesh_of(2), "node=3")
     with pytest.raises(ModelError, match=r"embed\.weight was frozen when zm\.shard.*before zm\.shard"):
         model.embed.weight.requires_grad_(True)
     with pytest.raises(ModelError, match=r"embed\.weight was frozen"):
@@ -231,16 +231,16 @@ def test_parameters_smaller_than_the_world():
     check(base, *strategies, options={"units": units}, loss_of=mean_square, data_of=vectors(5))
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_dtypes_that_cannot_train():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ModelError, match=r"phase has dtype torch\.complex64.*fp64, fp32, bf16 or fp16.*requires_grad"):
-        zm.shard(model, mesh_of(2, 2), "node=3,cluster=1")
+        zm.shard(model, mesh_of(2), "node=3")
     model.phase = None
     codes = torch.arange(4, dtype=torch.int8) + dist.get_rank()
     model.codes = nn.Parameter(codes, requires_grad=False)
-    zm.shard(model, mesh_of(2, 2), "node=3,cluster=1")
+    zm.shard(model, mesh_of(2), "node=3")
     state = zm.full_state_dict(model)
     assert dist.get_rank() or state["codes"].tolist() == [0, 1, 2, 3]  # the first rank's, like every value
 
@@ -340,15 +340,15 @@ class Caller(Block):
         return x if other is None else self.down(self.up(other(x)))
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_a_unit_called_from_another_that_does_not_enclose_it():
     """Though it is registered beside it."""
     torch.manual_seed(0)
     blocks = nn.ModuleList(Caller(5) for _ in range(3))
     base = Part(lambda self, x: self.blocks[0](x, self.blocks[2]), blocks=blocks).double()
     arguments: dict[str, Any] = {"loss_of": mean_square, "data_of": vectors(5)}
-    check(base, "node=0,cluster=1", **arguments)
-    check(base, "node=3,cluster=1", options={"resident": ["blocks.0"]}, **arguments)
-    pair = Pair(base=base, strategy="node=3,cluster=1", **arguments)
+    check(base, "node=0", **arguments)
+    check(base, "node=3", options={"resident": ["blocks.0"]}, **arguments)
+    pair = Pair(base=base, strategy="node=3", **arguments)
     with pytest.raises(ModelError, match=r"'blocks\.0' and 'blocks\.2' are in use at once.*resident"):
         pair.backward(0)

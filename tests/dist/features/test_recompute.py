@@ -57,13 +57,13 @@ class Segmented(Net):
         return self.head(self.norm(x))
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_segments_of_blocks():
     """A segment of five blocks is longer than the slots."""
     for segment, reentrant, strategies in (
-        (2, False, ["node=3,cluster=1"]),
-        (5, False, ["node=3d,cluster=3d"]),
-        (5, True, ["node=3,cluster=3", "node=0,cluster=1"]),
+        (2, False, ["node=3"]),
+        (5, False, ["node=3d"]),
+        (5, True, ["node=3", "node=0"]),
     ):
         torch.manual_seed(0)
         check(Segmented(segment, reentrant, num_blocks=5).double(), *strategies)
@@ -208,8 +208,7 @@ def then_checkpoint(model: Any) -> None:
 
 def ahead_of_time(model: Any) -> None:
     """So that the backward too is a graph, over parameters that it finds where the forward saw them."""
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(block, backend="aot_eager")
+    model.blocks[1] = torch.compile(model.blocks[1], backend="aot_eager")
 
 
 def start_compiling() -> None:
@@ -223,7 +222,7 @@ def start_compiling() -> None:
 def test_a_compiled_step():
     """Forward and backward in one compiled function: the engine's own functions are none of its graphs."""
     start_compiling()
-    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
+    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))).double()
 
     @torch.compile(backend="eager")
     def step(model, x):
@@ -254,11 +253,15 @@ def test_compiled_blocks(wrap, strategy):
         assert len(graphs) <= 3
 
 
-class Small(nn.Linear):
-    """As little as makes a kernel."""
+class Small(nn.Module):
+    """As little as makes one kernel of the forward, and one of the backward: each takes the compiler seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).tanh()
+        return x * self.weight
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
@@ -277,7 +280,7 @@ def test_blocks_that_inductor_compiles(tmp_path):
     with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(config):
         # For these ranks alone: an earlier session's kernels would leave nothing to be tried.
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        base = nn.Sequential(*(Small(4, 4) for _ in range(3))).double()
+        base = nn.Sequential(*(Small() for _ in range(3))).double()
         check(base, "node=3", wrap=wrap, loss_of=mean_square, data_of=vectors(4), options={"units": [Small]})
         torch._dynamo.reset()
     assert dist.get_rank() or list(tmp_path.rglob("*.so"))
