@@ -135,8 +135,7 @@ def test_a_model_that_is_dropped_in_a_step():
         plain, model = copy.deepcopy(base), sharded(base, strategy)
         for net, ranks in ((model, [dist.get_rank()]), (plain, range(2))):
             optimizer = sgd(net.parameters())
-            for seed in range(2):
-                train_step(net, optimizer, seed, ranks, nothing)
+            train_step(net, optimizer, 0, ranks, nothing)
         same_params(model, plain, 1e-12)
         del model, net, optimizer
 
