@@ -157,9 +157,7 @@ def test_modules_initialise_themselves():
             assert 0 < state[name].abs().max() <= 0.5  # uniform up to 1/sqrt(4)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "init"), [("node=0", None), ("node=3", nn.Linear.reset_parameters)]
-)
+@pytest.mark.parametrize(("strategy", "init"), [("node=0", None), ("node=3", nn.Linear.reset_parameters)])
 @on_ranks(2)
 def test_what_has_values_keeps_them_beside_what_is_made(strategy, init):
     """A new bias; a new layer beside others."""
