@@ -75,6 +75,9 @@ CALLS = 50
 GRACE_S = 10.0
 """How long the other ranks may take to notice that one has failed."""
 
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+"""Sets the timeout of a process group; torch has a public name for it from 2.15 on."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 Body = Callable[..., Any]

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.dist.checkpoint.models import Mesh, make, require_equal, slices, train
-from tests.dist.pool import Pool
+from tests.dist.pool import Pool, set_timeout
 from zeromesh.checkpoint import saver
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.directory import list_checkpoints
@@ -55,7 +55,7 @@ def rank_main(rank: int, directory: Path, victim: int, number: int) -> None:
 
         saver.write_file = write_file  # type: ignore[assignment]
     for group in dist.distributed_c10d._world.pg_map:  # after calls that all ranks come to
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), group)
+        set_timeout(timedelta(seconds=TIMEOUT_S), group)
     checkpoints.save(2)
     start = time.monotonic()
     try:

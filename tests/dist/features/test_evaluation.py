@@ -21,7 +21,7 @@ from tests.dist.parity import (
     next_token_loss,
     tokens,
 )
-from tests.dist.pool import on_ranks
+from tests.dist.pool import on_ranks, set_timeout
 from zeromesh.comm import groups
 from zeromesh.errors import CommunicationError, MismatchError
 
@@ -149,8 +149,6 @@ def test_another_order_on_one_rank_is_an_error(orders):
     """Where parameters are sharded: an error on every rank, within the timeout."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "default_timeout_s", lambda device_type: 1.0)
-        # Its public name is torch 2.15's, which warns under the other.
-        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
         set_timeout(timedelta(seconds=2))
         with pytest.raises((MismatchError, CommunicationError)):
             train_in_order(*orders)

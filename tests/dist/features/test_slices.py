@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeromesh as zm
 from tests.dist.parity import mesh_of_world as mesh
-from tests.dist.pool import on_ranks
+from tests.dist.pool import on_ranks, set_timeout
 from zeromesh.engine import meetings
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.param import Slice
@@ -448,7 +448,7 @@ def test_a_rank_that_never_comes_is_named():
     model = zm.shard(net(), group, "node=3,cluster=1")
     model[0].weight.sum()
     words = engine_of(model).control.group
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), words)  # after calls that all ranks come to
+    set_timeout(timedelta(seconds=1), words)  # after calls that all ranks come to
     if dist.get_rank() == 1:
         time.sleep(3.0)
         return
