@@ -61,7 +61,8 @@ class UnitShards:
     name: str
     buffers: list[FlatShards]
     shares_slot: bool = False  # whether other units are gathered into its slot
-    used: list[list[bool]] = field(init=False)  # by (buffer, parameter): whether it has had a gradient in this step
+    # By (buffer, parameter): whether it has had a gradient in this step that is not shown yet.
+    used: list[list[bool]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of `watched` when the unit came into use; empty while it is not
     accepted: bool = True  # whether an optimizer has stepped since gradients were shown
     casts: dict[Leaf, torch.dtype] = field(default_factory=dict)  # to which forwards cast a leaf: [Note: Casts]
@@ -137,10 +138,12 @@ class UnitShards:
         return [buffer for buffer in self.buffers if buffer.spec.trainable]
 
     def begin_step(self) -> None:
-        """The accumulator is empty; gradients that are shown are set aside. Where they are thrown away (an overflow,
-        say), their owed rounding errors go too."""
+        """The accumulator is empty; gradients that are shown are set aside. Owed rounding errors of gradients that were
+        thrown away (an overflow, say) go too, also of micro-batches that were never shown."""
+        unseen = any([any(used) for used in self.used])
         self.used = [[False] * len(buffer.places) if buffer.spec.trainable else [] for buffer in self.buffers]
-        if not any([buffer.set_grads_aside() for buffer in self.buffers]) and not self.accepted:
+        shown = any([buffer.set_grads_aside() for buffer in self.buffers])
+        if unseen or not (shown or self.accepted):
             self.forget_owed()
             self.accepted = True
 
@@ -153,6 +156,7 @@ class UnitShards:
                 buffer.show_grad(position, used=used, reduced=reduced)
                 # A unit that no rank has used discards nothing, so its owed errors stay.
                 self.accepted = self.accepted and not used
+        self.used = [[False] * len(used) for used in self.used]
 
     def accept(self) -> None:
         self.accepted = True
