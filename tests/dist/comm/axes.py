@@ -40,4 +40,6 @@ def values(rank: int, numel: int, dtype: torch.dtype = torch.float32, seed: int 
     """Normal values of a rank; with a spread, of sizes so many powers of e apart."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
     found = torch.randn(numel, generator=generator, dtype=torch.float64)
-    return (found * torch.exp(spread * torch.randn(numel, generator=generator, dtype=torch.float64))).to(dtype)
+    if spread:
+        found *= torch.exp(spread * torch.randn(numel, generator=generator, dtype=torch.float64))
+    return found.to(dtype)

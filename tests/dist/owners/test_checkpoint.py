@@ -33,7 +33,7 @@ from tests.dist.pool import Pool, told_by_first
 from zeromesh.errors import CheckpointError
 
 RANKS = 4
-SAVED = 2
+SAVED, LAST = 1, 2
 
 
 def owned(kind: str) -> Any:
@@ -75,8 +75,8 @@ def resume(path: Path, sizes: tuple[int, ...], strategy: str, kind: str = ALL, *
     steps(model, optimizers, 0, 1)  # states of another run are there already, and values at their owners
     with zm.Checkpoints(path, model, optimizers) as checkpoints:
         assert checkpoints.load() is not None
-    steps(model, optimizers, SAVED, SAVED + 2)
-    same_params(model, told_by_first(in_one_process_at_the_end, kind, SAVED + 2))
+    steps(model, optimizers, SAVED, LAST)
+    same_params(model, told_by_first(in_one_process_at_the_end, kind, LAST))
 
 
 def in_one_process_at_the_end(kind: str, steps: int) -> nn.Module:
@@ -142,8 +142,8 @@ def state_dicts() -> None:
     second = optimizers_of("Muon", model, owned("Muon"))
     for optimizer, state in zip(second, saved, strict=True):
         optimizer.load_state_dict(state)
-    steps(model, second, SAVED, SAVED + 2)
-    same_params(model, told_by_first(in_one_process_at_the_end, "Muon", SAVED + 2))
+    steps(model, second, SAVED, LAST)
+    same_params(model, told_by_first(in_one_process_at_the_end, "Muon", LAST))
 
 
 def test_state_dict_holds_what_this_rank_owns(pool: Pool) -> None:
@@ -156,8 +156,8 @@ def plain_states_come() -> None:
     model = shard(expected.params[-1], (2, 2), "node=3,cluster=1")
     optimizers = optimizers_of("LAMB", model, owned("LAMB"))
     optimizers[0].load_state_dict(expected.optimizers["LAMB"].state_dict())
-    steps(model, optimizers, SAVED, SAVED + 2)
-    same_params(model, told_by_first(in_one_process_at_the_end, "LAMB", SAVED + 2))
+    steps(model, optimizers, SAVED, LAST)
+    same_params(model, told_by_first(in_one_process_at_the_end, "LAMB", LAST))
     assert all(torch.is_tensor(value) for state in optimizers[0].state.values() for value in state.values())
     assert dist.get_world_size() == RANKS
 

@@ -169,10 +169,10 @@ def test_memory_is_predicted():
     assert total.item() == sum(param.numel() for param in trained), "each tensor's states are on one rank"
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_schedulers_hooks_groups_closures_and_a_trace():
     """In the trace the optimizer lasts until the last bucket's step has ended."""
-    plain, model = net(), shard(net(), (2, 2), "node=3,cluster=1", debug=True)
+    plain, model = net(), shard(net(), (2,), "node=3", debug=True)
     calls: list[str] = []
     optimizers: list[Any] = [
         LAMB(groups_of(plain, matrices=False)),
@@ -212,10 +212,10 @@ def test_schedulers_hooks_groups_closures_and_a_trace():
 
 
 @pytest.mark.parametrize("in_hook", [False, True])
-@on_ranks(4)
+@on_ranks(2)
 def test_changes_by_hand_and_skipped_tensors_are_seen(in_hook):
     """The owner steps on values of now, also where somebody else has changed them; tensors without gradients rest."""
-    plain, model = net(), shard(net(), (4,), "node=3")
+    plain, model = net(), shard(net(), (2,), "node=3")
     optimizers = [LAMB(groups_of(plain, matrices=False)), zm.by_owner(LAMB, groups_of(model, matrices=False))]
 
     @torch.no_grad()
@@ -240,9 +240,9 @@ def test_changes_by_hand_and_skipped_tensors_are_seen(in_hook):
         same_params(model, plain)
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_grad_scaler_skips_on_all_ranks():
-    model = shard(net().float(), (2, 2), "node=3,cluster=1")
+    model = shard(net().float(), (2,), "node=3")
     optimizer = zm.by_owner(LAMB, groups_of(model, matrices=False))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     before = zm.full_state_dict(model)
@@ -267,10 +267,10 @@ def test_grad_scaler_skips_on_all_ranks():
         (optim.SGD, {"param_dtype": torch.bfloat16, "master_dtype": torch.bfloat16}),
     ],
 )
-@on_ranks(4)
+@on_ranks(2)
 def test_elementwise_ones_are_to_the_bit_what_they_are_on_slices(kind, dtypes):
     """With masters apart from the compute copy, and with fp32 gradients of bf16 masters."""
-    models = [shard(net().float(), (2, 2), "node=3,cluster=1", **dtypes) for _ in range(2)]
+    models = [shard(net().float(), (2,), "node=3", **dtypes) for _ in range(2)]
     options = {"lr": 0.1, "weight_decay": 0.1}
     optimizers = [
         kind(groups_of(models[0], matrices=False), **options),
@@ -310,9 +310,9 @@ def test_one_all_to_all_where_the_backend_has_its_own():
     assert Counter(calls) == {(axis, 1): 2 * 2 * len(optimizers[1].buckets) for axis in ("node", "cluster")}
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_an_optimizer_that_is_gone_leaves_nothing():
-    model = shard(net(), (2, 2), "node=3,cluster=1")
+    model = shard(net(), (2,), "node=3")
     trained = [param for param in model.parameters() if param.requires_grad]
     before = [line.predicted_bytes for line in zm.traffic_report(model, micro_batches=1).lines()]
     optimizer = zm.by_owner(LAMB, trained)
@@ -355,9 +355,9 @@ class TwoModes(LAMB):
         return super().step(closure)
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_further_methods_of_the_class_are_called_on_whole_tensors():
-    plain, model = net(), shard(net(), (2, 2), "node=3,cluster=1")
+    plain, model = net(), shard(net(), (2,), "node=3")
     trained = [[p for n, p in m.named_parameters() if p.requires_grad and "unused" not in n] for m in (plain, model)]
     optimizers: list[Any] = [TwoModes(trained[0]), zm.by_owner(TwoModes, trained[1], bucket_bytes=400)]
     for step in range(3):
@@ -399,10 +399,10 @@ def test_states_of_unknown_subclasses_are_refused_at_the_first_step(owned):
         optimizer.step()
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_quantised_states_and_a_learning_rate_that_is_a_tensor():
     """As torchao's: whole tensors give the numbers of one process, in any layout; slices are refused."""
-    model, plain = shard(net(), (2, 2), "node=3,cluster=1"), net()
+    model, plain = shard(net(), (2,), "node=3"), net()
     params = [param for name, param in model.named_parameters() if param.requires_grad and "unused" not in name]
     optimizer, theirs = zm.by_owner(EightBits, params, bucket_bytes=400), EightBits(plain.parameters())
     assert len(optimizer.buckets) > 2

@@ -53,7 +53,7 @@ def test_trains_as_plain_training_does(name: str) -> None:
 @on_ranks(8)
 def test_on_two_levels_and_beside_tensor_and_sequence_parallelism() -> None:
     parity("1f1b", "host=1,node=3,cluster=1", 8, steps=1)
-    parity("zbv", "host=3,node=3,cluster=0", 8, tp=2)
+    parity("zbv", "host=3,node=3,cluster=0", 8, steps=1, tp=2)
 
 
 def calls_of_a_step(ours: Staged, step: int) -> list[Counter[str]]:
@@ -89,7 +89,7 @@ def test_a_stage_whose_blocks_share_a_slot_gathers_them_for_each_pass() -> None:
 @on_ranks(4)
 def test_a_step_of_two_runs_of_the_schedule() -> None:
     """`zm.accumulate` around the first; a run without gradients, and one whose gradients are dropped, leave nothing."""
-    plain, mesh, place = net(num_blocks=BLOCKS), mesh_of(4), dist.get_rank() % 2
+    plain, mesh, place = net(num_blocks=4), mesh_of(4), dist.get_rank() % 2
     for name in ("1f1b", "zbv"):
         ours = staged(plain, name, SCARCE, mesh)
         ours.step(batch(7, place))
@@ -113,7 +113,7 @@ def test_a_step_of_two_runs_of_the_schedule() -> None:
 
 @on_ranks(4)
 def test_norms_and_skipped_steps_are_those_of_all_stages() -> None:
-    ours = staged(net(num_blocks=BLOCKS), "zbv", "node=3,cluster=1", mesh_of(4), make=sgd)
+    ours = staged(net(num_blocks=4), "zbv", "node=3,cluster=1", mesh_of(4), make=sgd)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))  # it begins with its first loss, which is on the ranks of the last stage
     ours.schedule._loss_fn = lambda logits, target: scaler.scale(loss_of(logits, target))
@@ -152,8 +152,8 @@ def require_states(ours: Staged, plain: nn.Module, optimizer: torch.optim.Optimi
 @on_ranks(4)
 def test_a_checkpoint_of_all_stages_loads_under_another_cut(tmp_path: Path) -> None:
     """Each time training goes on as plain training does, with the learning rates that were saved."""
-    plain = net(num_blocks=BLOCKS)
-    fresh, optimizer = net(num_blocks=BLOCKS), grouped(plain.parameters())
+    plain = net(num_blocks=4)
+    fresh, optimizer = net(num_blocks=4), grouped(plain.parameters())
     cuts = [("zbv", "node=3,cluster=1", 2), ("1f1b", "node=1,cluster=3", 2), ("of four", "node=1,cluster=0", 4)]
     for step, (name, strategy, pp) in enumerate(cuts):
         mesh = mesh_of(4, pp=pp)
@@ -181,7 +181,7 @@ def test_a_checkpoint_of_all_stages_loads_under_another_cut(tmp_path: Path) -> N
         if dist.get_rank() == 0:
             checkpoints.save(9)
     dist.barrier()
-    ours = staged(net(num_blocks=BLOCKS), "zbv", "node=3,cluster=1", mesh_of(4), make=grouped)
+    ours = staged(net(num_blocks=4), "zbv", "node=3,cluster=1", mesh_of(4), make=grouped)
     restored = zm.Checkpoints(tmp_path, ours.models, ours.optimizer).load()
     assert restored is not None
     assert restored.step == 9
@@ -191,7 +191,7 @@ def test_a_checkpoint_of_all_stages_loads_under_another_cut(tmp_path: Path) -> N
 @on_ranks(4)
 def test_frozen_parameters_of_all_stages_may_be_left_out(tmp_path: Path) -> None:
     """By checksums of all of them, wherever they are in this cut and in that of the load."""
-    plain = net(num_blocks=BLOCKS)
+    plain = net(num_blocks=4)
     for module in (plain.embed, plain.norm):
         module.requires_grad_(False)
     saved, other, wrong = copy.deepcopy(plain), copy.deepcopy(plain), copy.deepcopy(plain)
@@ -303,7 +303,7 @@ def test_what_cannot_be_driven_is_named_on_all_ranks() -> None:
 @on_ranks(4)
 def test_norms_that_are_of_other_models_than_they_should_be_are_named() -> None:
     mesh = mesh_of(4)
-    ours = staged(net(num_blocks=BLOCKS), "zbv", "node=3,cluster=1", mesh)
+    ours = staged(net(num_blocks=4), "zbv", "node=3,cluster=1", mesh)
     ours.step(batch(0, dist.get_rank() % 2))
     with pytest.raises(InputError, match=r"holds stages \d, \d of a pipeline, .* got 1 model"):
         zm.clip_grad_norm_(ours.models[0], 1.0)

@@ -16,7 +16,7 @@ from tests.dist.parallel.tensor import FP64, build, dividing, mesh_of, pair_of, 
 from tests.dist.parallel.test_models import build as mixture
 from tests.dist.parallel.test_models import by_its_plan
 from tests.dist.parity import adamw, both_params, close, local_part, same_optimizer_states, same_params
-from tests.dist.pool import on_ranks
+from tests.dist.pool import kept, on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import take_slices
 
@@ -31,7 +31,7 @@ LAYOUTS = {
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def trained(strategy: str, plan: str) -> tuple[Trained, Trained]:
+def trained(strategy: str = "node=3", plan: str = "loss") -> tuple[Trained, Trained]:
     """One step on two data-parallel ranks with TP 2; and the plain model after it."""
     pair = pair_of(strategy, plan, mesh_of(2, tp=2))
     with dividing(plan):
@@ -64,7 +64,7 @@ def shared_path(tmp_path: Path) -> Path:
 def test_checkpoints_under_other_degrees(tmp_path):
     """Ours, and torch's; ours read by torch, and torch's by us."""
     path = shared_path(tmp_path)
-    (model, optimizer), wanted = trained("node=3", "loss")
+    (model, optimizer), wanted = kept(trained)
     dcp.save({"model": model.state_dict()}, checkpoint_id=path / "dcp")
     with zm.Checkpoints(path / "own", model, optimizer) as checkpoints:
         checkpoints.save(1)
@@ -136,7 +136,7 @@ def test_packed_projections_under_other_degrees(tmp_path):
 @on_ranks(4)
 def test_whole_tensors(tmp_path):
     path = shared_path(tmp_path)
-    (model, _), wanted = trained("node=3", "loss")  # compares the state dict
+    (model, _), wanted = kept(trained)  # compares the state dict
     state = zm.full_state_dict(model)
     assert list(state) == (list(build().state_dict()) if state else [])
     zm.save_safetensors(model, path)
@@ -149,7 +149,7 @@ def test_whole_tensors(tmp_path):
 
 @on_ranks(4)
 def test_state_dicts_of_whole_tensors_and_of_slices():
-    (model, optimizer), wanted = trained("node=3", "loss")
+    (model, optimizer), wanted = kept(trained)
     own = model.state_dict(), optimizer.state_dict()
     again = sharded("node=3", "loss", mesh_of(2, tp=2))
     stepping = adamw(again.parameters())
