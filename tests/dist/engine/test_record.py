@@ -45,8 +45,8 @@ CASES = dict.fromkeys(
     "node=1,cluster=3;overlap=gather": BF16,
     "node=3,cluster=3;collective=ho_ring": Case(precision="fp32"),
     "node=0,cluster=0;collective=ho_ring": Case(precision="fp32"),
-    "node=0@/int8,cluster=0@/int8": Case(precision="fp32"),
-    "node=3@int8/int4,cluster=3k@int8/int4": Case(precision="fp32"),
+    "node=0@/int8,cluster=0@/int8": Case(precision="fp32", micro_batches=1),
+    "node=3@int8/int4,cluster=3k@int8/int4": Case(precision="fp32", micro_batches=1),
     "node=3d,cluster=1": Case(precision="fp32"),
 }
 
