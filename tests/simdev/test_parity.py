@@ -123,7 +123,7 @@ WITHIN_BOUNDS = ["node=3d@int8/int8,cluster=1@/int4", "node=0@/int8,cluster=2@/i
 def test_training_is_that_of_the_host_to_the_bit():
     """Losses of steps in which each message, kept copy and residual takes part, and masters at the end."""
     torch.manual_seed(0)
-    base = Net()
+    base = Net(num_blocks=4)
     for strategy in TO_THE_BIT:
         on_host = zm.shard(copy.deepcopy(base), mesh_of(2, 2), strategy)
         expected = train(on_host, steps=3)
