@@ -89,7 +89,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
             raise ModelError(
                 "the Trainer has given the model a second adapter, 'ref', and would change between them, which "
                 "changes what is trained and cannot be done once it is sharded: give it the model without adapters and "
-                "peft_config=..., or a ref_model"
+                "peft_config=..., or a ref_model where it takes one"
             )
         self._require_optimizer()
 
