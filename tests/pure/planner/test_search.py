@@ -211,7 +211,7 @@ def test_a_large_model_on_small_devices_takes_what_a_machine_has_of_memory() -> 
         r"121.6 GB are usable \(95% of 128 GB\)$",
     ):
         plan(preset("llama-13b"), replace(small, host_memory_bytes=128e9), workload, options=options)
-    # Of a given strategy that takes more than the machine has, the smallest choice is shown, and not the fastest.
+    # A given strategy that exceeds the machine's memory: its smallest choice is shown, not the fastest.
     less, given = replace(small, host_memory_bytes=32e9), Strategy.parse("host=2,node=3,cluster=0")
     (smallest,) = simulate_choices(preset("llama-7b"), less, workload, given, top=2)
     assert not smallest.simulation.fits and smallest.candidate.micro_batch == 1
