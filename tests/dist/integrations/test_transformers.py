@@ -100,7 +100,7 @@ def plainly(directory: Path, kind: str) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied", "lora"])
+@pytest.mark.parametrize("kind", ["tied", "lora"])
 @on_ranks(4)
 def test_losses_are_those_of_plain_training(kind, tmp_path):
     expected, evaluated, predicted, flos = plain(lambda: plainly(tmp_path / "plain", kind))
