@@ -116,12 +116,14 @@ class Evaluator:
 
     def fits(self, estimate: Estimate) -> bool:
         """Whether it stays within both limits."""
-        return estimate.memory_bytes <= self.limit_bytes and estimate.host_memory_bytes <= self.host_limit_bytes
+        return self._within(estimate.memory_bytes, estimate.host_memory_bytes)
 
     def has_room(self, candidate: Candidate) -> bool:
         """Whether its estimate `fits`, for which no step is simulated."""
-        sizes = [peak_bytes(setup) for setup, _ in self._setups(candidate)]
-        return all(size <= self.limit_bytes and on_host <= self.host_limit_bytes for size, on_host in sizes)
+        return all(self._within(*peak_bytes(setup)) for setup, _ in self._setups(candidate))
+
+    def _within(self, memory_bytes: float, host_memory_bytes: float) -> bool:
+        return memory_bytes <= self.limit_bytes and host_memory_bytes <= self.host_limit_bytes
 
     @property
     def evaluated(self) -> list[Estimate]:
