@@ -21,6 +21,7 @@ from zeromesh.checkpoint.full_state import buffers_of, full_state_dict, persiste
 from zeromesh.checkpoint.huggingface import save_safetensors, written_dtype
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.flat import FlatShards, ParamRange
+from zeromesh.engine.steps import register_forward_method
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError
 from zeromesh.integrations.saved import is_peft
@@ -48,6 +49,7 @@ def adapt(model: nn.Module, dtype: torch.dtype | None) -> None:
     if is_peft(model):
         give_method(model, "save_pretrained", functools.partial(_save_adapters, dtype=dtype))
         _keep_trainable(model)
+        register_forward_method(model, "get_prompt")  # virtual tokens, which `generate` computes before any forward
     elif isinstance(model, PreTrainedModel):
         give_method(model, "save_pretrained", functools.partial(_save_pretrained, dtype=dtype))
     for part in model.modules() if engine_of(model).schedule.shards_params else ():

@@ -395,15 +395,21 @@ def test_adapters_that_are_computed_or_buffered_are_saved(tmp_path):
         optimizer.step()
         return model
 
+    def goes_on(model: Any) -> torch.Tensor:
+        return model.eval().generate(input_ids=ids, do_sample=False, max_new_tokens=3)
+
     ids = torch.stack([each["input_ids"] for each in samples(4)])
     rank, how = dist.get_rank(), sharding("node=3", {"node": 2}).on("cpu")
     for kind in ADAPTERS:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT's, of names and of weights that may be saved
             model = stepped(kind, slice(2 * rank, 2 * rank + 2), how)
+            said = goes_on(model)
             model.save_pretrained(tmp_path / "ours", is_main_process=rank == 0)
             if rank == 0:
-                stepped(kind, slice(4), None).save_pretrained(tmp_path / "plain")
+                plain = stepped(kind, slice(4), None)
+                assert torch.equal(said, goes_on(plain))
+                plain.save_pretrained(tmp_path / "plain")
                 ours, theirs = weights(tmp_path / "ours"), weights(tmp_path / "plain")
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
                 loaded = peft.PeftModel.from_pretrained(build(), tmp_path / "ours").eval()
