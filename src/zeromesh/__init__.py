@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from zeromesh.checkpoint.checkpoints import Checkpoints as Checkpoints
     from zeromesh.checkpoint.full_state import full_state_dict as full_state_dict
     from zeromesh.checkpoint.full_state import load_full_state_dict as load_full_state_dict
-    from zeromesh.checkpoint.huggingface import load_safetensors as load_safetensors
-    from zeromesh.checkpoint.huggingface import save_safetensors as save_safetensors
     from zeromesh.checkpoint.redistribute import copy_values as copy_values
     from zeromesh.engine.parked import parked as parked
     from zeromesh.engine.steps import accumulate as accumulate
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
     from zeromesh.engine.steps import sum_over_ranks as sum_over_ranks
     from zeromesh.engine.steps import zero_grad as zero_grad
     from zeromesh.engine.vouched import elementwise as elementwise
+    from zeromesh.integrations.huggingface import load_safetensors as load_safetensors
+    from zeromesh.integrations.huggingface import save_safetensors as save_safetensors
     from zeromesh.integrations.loading import from_pretrained as from_pretrained
     from zeromesh.integrations.pipelining import pipeline as pipeline
     from zeromesh.observe.record import record_trace as record_trace
@@ -59,7 +59,7 @@ _HOMES = {
     "from_pretrained": "zeromesh.integrations.loading",
     "full_state_dict": "zeromesh.checkpoint.full_state",
     "load_full_state_dict": "zeromesh.checkpoint.full_state",
-    "load_safetensors": "zeromesh.checkpoint.huggingface",
+    "load_safetensors": "zeromesh.integrations.huggingface",
     "memory_report": "zeromesh.observe.report",
     "parked": "zeromesh.engine.parked",
     "pipeline": "zeromesh.integrations.pipelining",
@@ -68,7 +68,7 @@ _HOMES = {
     "refresh": "zeromesh.engine.steps",
     "register_forward_method": "zeromesh.engine.steps",
     "rehearse": "zeromesh.rehearsal.own",
-    "save_safetensors": "zeromesh.checkpoint.huggingface",
+    "save_safetensors": "zeromesh.integrations.huggingface",
     "shard": "zeromesh.sharding",
     "simulate": "zeromesh.api",
     "sum_over_ranks": "zeromesh.engine.steps",

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.manifest import MAX_DIMS, Chunk, Manifest, TensorEntry, is_count
+from zeromesh.checkpoint.manifest import MAX_DIMS, is_count
 from zeromesh.checkpoint.peers import Peers
-from zeromesh.checkpoint.read import Reader
-from zeromesh.checkpoint.storage import LocalStorage, open_regular, read_at
+from zeromesh.checkpoint.storage import open_regular, read_at
 from zeromesh.errors import CheckpointError
 from zeromesh.files.users import parse_json, read_text
-from zeromesh.pieces.piece import DTYPE_NAMES, Piece
+from zeromesh.pieces.piece import Piece
 from zeromesh.progress import note
 
 INDEX = "model.safetensors.index.json"
@@ -69,12 +71,12 @@ class _File:
 
 
 def write_safetensors(
-    directory: Path, specs: Sequence[Spec], pieces: Sequence[Piece], peers: Peers, *, max_file_bytes: int
+    directory: Path, specs: Sequence[Spec], pieces: Iterable[Piece], peers: Peers, *, max_file_bytes: int
 ) -> None:
     """Writes `model.safetensors`, or several files and their index, under temporary names, then renames them.
 
-    All ranks give all `specs`, and each the `pieces` that it writes, which together cover every tensor. No tensor is
-    cut, however large.
+    All ranks give all `specs`, and each the `pieces` that it writes, which together cover every tensor; all ranks
+    iterate over them together. No tensor is cut, however large.
 
     Raises:
         CheckpointError: on all ranks, if one of them failed.
@@ -135,14 +137,20 @@ def _create(directory: Path, files: Sequence[_File]) -> None:
             stream.truncate(file.num_bytes)
 
 
-def _fill(directory: Path, files: Sequence[_File], pieces: Sequence[Piece], dtypes: Mapping[str, torch.dtype]) -> None:
-    for file in files:
-        mine = [piece for piece in pieces if piece.name in file.offsets and piece.local.numel()]
-        if not mine:
-            continue
-        with open(_temporary(directory, file), "r+b", buffering=0) as stream:
-            for piece in mine:
-                dtype = dtypes[piece.name]
+def _fill(directory: Path, files: Sequence[_File], pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype]) -> None:
+    file_of, problem = {name: file for file in files for name in file.offsets}, None
+    with ExitStack() as stack:
+
+        @cache
+        def opened(path: Path) -> FileIO:
+            return stack.enter_context(open(path, "r+b", buffering=0))
+
+        for piece in pieces:  # to the end also after a failure: all ranks may have to make the next one together
+            if problem is not None or not piece.local.numel():
+                continue
+            file, dtype = file_of[piece.name], dtypes[piece.name]
+            try:
+                stream = opened(_temporary(directory, file))
                 for start in range(0, piece.local.numel(), _CHUNK):
                     part = piece.local[start : start + _CHUNK].to("cpu", dtype).contiguous()
                     place = file.offsets[piece.name] + (piece.start + start) * dtype.itemsize
@@ -150,7 +158,12 @@ def _fill(directory: Path, files: Sequence[_File], pieces: Sequence[Piece], dtyp
                     while view:
                         count = os.pwrite(stream.fileno(), view, place)
                         view, place = view[count:], place + count
-            os.fsync(stream.fileno())
+            except OSError as error:
+                problem = error
+        if problem is not None:
+            raise problem
+        for file in files:
+            os.fsync(opened(_temporary(directory, file)).fileno())
 
 
 def _publish(directory: Path, files: Sequence[_File]) -> None:
@@ -239,17 +252,6 @@ def read_headers(location: Path) -> dict[str, Stored]:
     raise CheckpointError(
         f"{location} has neither {SINGLE} nor {INDEX}: give a safetensors file or a model's directory"
     )
-
-
-def open_safetensors(location: Path, prefix: str) -> Reader:
-    """The same tensors as those of a checkpoint without checksums, with `prefix` before their names."""
-    entries = {}
-    for name, stored in read_headers(location).items():
-        whole = Chunk(start=0, stop=prod(stored.shape), file=stored.path.name, offset=stored.offset, crcs=None)
-        chunks = (whole,) if whole.stop else ()
-        entries[prefix + name] = TensorEntry(dtype=DTYPE_NAMES[stored.dtype], shape=stored.shape, chunks=chunks)
-    directory = location.parent if location.is_file() else location
-    return Reader(LocalStorage(directory), ".", Manifest(step=0, serial=0, tensors=entries, index=location.name))
 
 
 def _read_header(path: Path) -> dict[str, Stored]:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 
+import torch
 from torch import Tensor
+from typing_extensions import override
 
+from zeromesh.checkpoint.manifest import Manifest, TensorEntry
+from zeromesh.checkpoint.read import Reader
 from zeromesh.checkpoint.safetensors import Stored
+from zeromesh.checkpoint.storage import LocalStorage
 from zeromesh.pieces.boxes import runs_of
+from zeromesh.pieces.piece import DTYPE_NAMES, Piece
+from zeromesh.progress import note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +35,10 @@ class Tiled:
 
     shape: tuple[int, ...]
     tiles: tuple[Tile, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tiles[0].stored.dtype
 
     @classmethod
     def of(cls, stored: Stored) -> Tiled:
@@ -85,6 +97,7 @@ class Computed:
     memory. All of a model share `last`, so that one at a time is whole."""
 
     shape: tuple[int, ...]
+    dtype: torch.dtype
     compute: Callable[[], Tensor]
     last: Last = field(default_factory=Last)
 
@@ -95,3 +108,26 @@ class Computed:
             self.last.source = self
         assert self.last.values is not None
         target.copy_(self.last.values[start : start + target.numel()])
+
+
+FileSource = Stored | Tiled | Computed
+
+
+class SourcesReader(Reader):
+    """Reads tensors from their sources in the file or directory at `location`, under names that begin with `prefix`."""
+
+    def __init__(self, location: Path, prefix: str, sources: Mapping[str, FileSource]) -> None:
+        self._source_of = {prefix + name: source for name, source in sources.items()}
+        entries = {
+            name: TensorEntry(dtype=DTYPE_NAMES[source.dtype], shape=source.shape, chunks=())
+            for name, source in self._source_of.items()
+        }
+        directory = location.parent if location.is_file() else location
+        super().__init__(LocalStorage(directory), ".", Manifest(step=0, serial=0, tensors=entries, index=location.name))
+
+    @override
+    def fill(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            note(piece.name)
+            for row in piece.rows() if piece.local.numel() else ():
+                self._source_of[piece.name].fill(row.local, row.start)

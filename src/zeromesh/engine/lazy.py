@@ -82,9 +82,9 @@ class LazyTensor(Tensor, Lazy):
 
     @staticmethod
     def of(like: Tensor, cell: _Cell) -> LazyTensor:
-        """Shape, dtype and flags of `like`, which is on the meta device, and values of `cell`."""
+        """Shape, dtype and flags of `like`, and values of `cell`."""
         with torch._C.DisableTorchFunctionSubclass():
-            made: Any = like.detach().as_subclass(LazyTensor).requires_grad_(like.requires_grad)
+            made: Any = like.detach().to("meta").as_subclass(LazyTensor).requires_grad_(like.requires_grad)
         made._cell, made._held, made._is_param = cell, None, isinstance(like, nn.Parameter)
         return made  # type: ignore[no-any-return]  # torch types as_subclass as Tensor
 
@@ -243,7 +243,7 @@ def make_lazy(model: nn.Module, sources: Mapping[str, Source], origin: str) -> N
     tensor that has several, by one of them. All others are as fresh as any there. People are told the `origin`."""
     made: dict[int, LazyTensor] = {}
     for name, tensor in tensors_of(model):
-        if tensor.is_meta and (name in sources or id(tensor) not in made):
+        if name in sources or (tensor.is_meta and id(tensor) not in made):  # `torch.Tensor(n)` is never on that device
             source = sources.get(name) or _Unmade(name, tuple(tensor.shape), origin)
             made[id(tensor)] = lazy = LazyTensor.of(tensor, _Cell(source))
             vars(lazy).update(vars(tensor))

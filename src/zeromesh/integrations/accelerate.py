@@ -25,9 +25,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.full_state import full_state_dict
-from zeromesh.checkpoint.huggingface import save_safetensors
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import InputError
+from zeromesh.integrations.huggingface import save_safetensors
 from zeromesh.integrations.methods import (
     UNEVEN,
     clip_unscaled,
@@ -127,7 +127,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         """Each rank writes its slices. All ranks call it, with a directory that all see."""
         if not safe_serialization:
             raise InputError("a sharded model is saved as safetensors: leave out safe_serialization=False")
-        save_safetensors(model, save_directory, max_file_bytes=convert_file_size_to_int(max_shard_size))
+        most = convert_file_size_to_int(max_shard_size)
+        save_safetensors(model, save_directory, max_file_bytes=most, save_original_format=False)  # as accelerate's
 
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any

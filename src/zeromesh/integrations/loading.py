@@ -12,8 +12,10 @@ import copy
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +28,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import meta_device_safe_creation_ops
 
 from zeromesh.checkpoint.safetensors import Stored, read_headers
-from zeromesh.checkpoint.sources import Computed, Last, Tiled, joined, stacked
+from zeromesh.checkpoint.sources import Computed, FileSource, Last, Tiled, joined, stacked
 from zeromesh.engine.lazy import make_lazy
 from zeromesh.errors import InputError, ModelError
 from zeromesh.integrations.versions import require_attributes, require_known
-from zeromesh.modules import DTYPE_NAMES, DTYPES, Source
+from zeromesh.modules import DTYPE_NAMES, DTYPES
 from zeromesh.progress import progress
 from zeromesh.strategy.stage import dtype_name
 
@@ -127,17 +129,36 @@ class _Target:
     names: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
-def _plan(model: Any, stored: Mapping[str, Stored]) -> tuple[dict[str, Source], list[str], list[str]]:
+def _plan(model: Any, stored: Mapping[str, Stored]) -> tuple[dict[str, FileSource], list[str], list[str]]:
     """(sources by name, names without one, names in the files for which the model has no place), as transformers loads
     them."""
-    empty = dict(model.state_dict())
-    mapping = get_model_conversion_mapping(model)
+    empty, mapping = dict(model.state_dict()), get_model_conversion_mapping(model)
+    sources, unexpected = sources_of(model, stored, empty, mapping)
+    model._weight_conversions = [entry for entry in mapping if entry.was_used()]  # to save it so
+    _require_fit(sources, empty)
+    _require_one_value(model, sources)
+    missing = {name for names in _same(model).values() if not any(n in sources for n in names) for name in names}
+    return sources, sorted(_counted(model, missing=missing).missing_keys), sorted(unexpected)
+
+
+def sources_of(
+    model: Any, stored: Mapping[str, Stored], empty: Mapping[str, Tensor], mapping: Sequence[Any] | None = None
+) -> tuple[dict[str, FileSource], dict[str, Stored]]:
+    """The sources of a model's tensors, by name, as transformers loads them, and those for which it has no place.
+
+    Args:
+        model: a model of transformers.
+        stored: the tensors of the files.
+        empty: whole tensors without values for those of the model's state dict.
+        mapping: transformers' conversions. Default: those of the model's class.
+    """
+    mapping = get_model_conversion_mapping(model) if mapping is None else mapping
     renamings = [entry for entry in mapping if isinstance(entry, library.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, library.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    sources: dict[str, Source] = {}
+    sources: dict[str, FileSource] = {}
     targets: dict[str, _Target] = {}
-    unexpected = []
+    unexpected = dict[str, Stored]()
     for name in sorted(stored, key=library.dot_natural_key):
         found, pattern = library.rename_source_key(name, renamings, converters, model.base_model_prefix, empty)
         if found not in empty and name in empty:
@@ -145,7 +166,7 @@ def _plan(model: Any, stored: Mapping[str, Stored]) -> tuple[dict[str, Source], 
                 name, [], [], base_model_prefix=model.base_model_prefix, meta_state_dict=empty
             )
         if found not in empty:
-            unexpected.append(found)
+            unexpected[found] = stored[name]
         elif pattern is None:
             sources[found] = stored[name]
         else:
@@ -154,17 +175,20 @@ def _plan(model: Any, stored: Mapping[str, Stored]) -> tuple[dict[str, Source], 
     last = Last()
     for found, target in targets.items():
         sources |= _converted(model, empty, found, target, stored, last)
-    _require_fit(sources, empty)
-    _require_one_value(model, sources)
-    missing = {name for names in _same(model).values() if not any(n in sources for n in names) for name in names}
-    info = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unexpected))
+    left = _counted(model, unexpected={*unexpected}).unexpected_keys
+    return sources, {name: unexpected[name] for name in left}
+
+
+def _counted(model: Any, *, missing: AbstractSet[str] = frozenset(), unexpected: AbstractSet[str] = frozenset()) -> Any:
+    """Without the names that transformers ignores for this model."""
+    info = SimpleNamespace(missing_keys={*missing}, unexpected_keys={*unexpected})
     model._adjust_missing_and_unexpected_keys(info)
-    return sources, sorted(info.missing_keys), sorted(info.unexpected_keys)
+    return info
 
 
 def _converted(
     model: Any, empty: Mapping[str, Tensor], name: str, target: _Target, stored: Mapping[str, Stored], last: Last
-) -> dict[str, Source]:
+) -> dict[str, FileSource]:
     def convert(values: Any) -> dict[str, Tensor]:
         """By the library's own operations."""
         converter = copy.deepcopy(target.converter)
@@ -188,8 +212,8 @@ def _converted(
         return convert(lambda each: each.whole())[key]
 
     return {
-        key: Computed(shape=tuple(shape.shape), compute=lambda key=key: whole(key), last=last)  # type: ignore[misc]
-        for key, shape in shapes.items()
+        key: Computed(shape=tuple(made.shape), dtype=made.dtype, compute=partial(whole, key), last=last)
+        for key, made in shapes.items()
     }
 
 
@@ -206,7 +230,7 @@ def _tiled(target: _Target, stored: Mapping[str, Stored]) -> Tiled:
     return found
 
 
-def _require_fit(sources: Mapping[str, Source], empty: Mapping[str, Tensor]) -> None:
+def _require_fit(sources: Mapping[str, FileSource], empty: Mapping[str, Tensor]) -> None:
     for name, source in sources.items():
         if name not in empty or source.shape != tuple(empty[name].shape):
             wanted = f"shape {tuple(empty[name].shape)}" if name in empty else "no such tensor"
@@ -221,7 +245,7 @@ def _same(model: Any) -> dict[int, list[str]]:
     return names
 
 
-def _require_one_value(model: Any, sources: dict[str, Source]) -> None:
+def _require_one_value(model: Any, sources: dict[str, FileSource]) -> None:
     """Tied tensors that are both in the files must be equal there, and are read once."""
     for names in _same(model).values():
         held = [name for name in names if name in sources]

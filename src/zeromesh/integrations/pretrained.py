@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +15,16 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
-from zeromesh.checkpoint.full_state import buffers_of, full_state_dict, persistent_buffers
-from zeromesh.checkpoint.huggingface import save_safetensors, written_dtype
+from zeromesh.checkpoint.full_state import full_state_dict
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.flat import FlatShards, ParamRange
 from zeromesh.engine.steps import register_forward_method
 from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError
+from zeromesh.integrations.huggingface import save_safetensors, written_dtype
+from zeromesh.integrations.published import places_of, shown_as, stands_of
 from zeromesh.integrations.saved import is_peft
 from zeromesh.integrations.versions import changed
-from zeromesh.modules import clean_name, find_blocks, give_method
+from zeromesh.modules import find_blocks, give_method
 from zeromesh.sharding.value import Sharding
 
 
@@ -87,24 +85,37 @@ def _save_pretrained(
     is_main_process: bool = True,
     state_dict: Mapping[str, Any] | None = None,
     max_file_bytes: int = 5_000_000_000,
+    save_original_format: bool = True,
     dtype: torch.dtype | None,
     **options: Any,
 ) -> None:
     """transformers' `save_pretrained` of a sharded model: all ranks call it, and each writes its slices."""
     if state_dict is not None:  # whole tensors, that the caller has gathered
         type(model).save_pretrained(
-            model, save_directory, is_main_process=is_main_process, state_dict=state_dict, **options
+            model,
+            save_directory,
+            is_main_process=is_main_process,
+            state_dict=state_dict,
+            save_original_format=save_original_format,
+            **options,
         )
         return
     if options:
         raise InputError(
-            f"save_pretrained of a sharded model takes the directory, is_main_process and max_file_bytes; got "
-            f"{', '.join(options)}: gather it with zm.full_state_dict(model), and give that as state_dict=..."
+            f"save_pretrained of a sharded model takes the directory, is_main_process, max_file_bytes and "
+            f"save_original_format; got {', '.join(options)}: gather it with zm.full_state_dict(model), and give that "
+            f"as state_dict=..."
         )
     model.config.architectures = [type(model).__name__]
     if dtype is not None:
         model.config.dtype = str(dtype).removeprefix("torch.")
-    save_safetensors(model, save_directory, dtype=dtype, max_file_bytes=max_file_bytes)
+    save_safetensors(
+        model,
+        save_directory,
+        dtype=dtype,
+        max_file_bytes=max_file_bytes,
+        save_original_format=save_original_format,
+    )
     if is_main_process and model.can_generate():
         model.generation_config.save_pretrained(save_directory)
 
@@ -120,7 +131,7 @@ def _save_adapters(
 ) -> None:
     """PEFT's `save_pretrained` of a sharded model: all ranks call it, but only its tensors are gathered."""
     if state_dict is None:
-        kinds = {name: DTYPES[buffer.spec.param_dtype] for name, buffer, _ in _named(model)}
+        kinds = {name: DTYPES[buffer.spec.param_dtype] for name, buffer, _ in places_of(model)}
         whole = full_state_dict(model, names=_asked_for(model, options))
         state_dict = {
             name: value.to(written_dtype(dtype, kinds.get(name, value.dtype)))
@@ -128,16 +139,8 @@ def _save_adapters(
             if isinstance(value, torch.Tensor)
         }
     if is_main_process:
-        with _shown_as(model, state_dict):
+        with shown_as(model, state_dict):
             type(model).save_pretrained(model, save_directory, state_dict=state_dict, **options)
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, FlatShards, ParamRange]]:
-    """Every name of every parameter, with where it lies."""
-    for buffer in buffers_of(engine_of(model)):
-        for place in buffer.places:
-            for name in place.info.names:
-                yield name, buffer, place
 
 
 class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -159,11 +162,10 @@ def _asked_for(model: Any, options: Mapping[str, Any]) -> frozenset[str]:
     weights that count most): its own choice, on tensors without values."""
     from peft import get_peft_model_state_dict
 
-    stands = {name: torch.empty(place.global_shape, device="meta") for name, _, place in _named(model)}
-    stands |= {name: torch.empty_like(held, device="meta") for name, held in persistent_buffers(model)}
+    stands = stands_of(model)
     adapters: Iterable[str] = options.get("selected_adapters") or model.peft_config
     try:
-        with _shown_as(model, stands), _Used() as used:
+        with shown_as(model, stands), _Used() as used:
             for adapter in adapters:
                 found = get_peft_model_state_dict(
                     model,
@@ -175,19 +177,3 @@ def _asked_for(model: Any, options: Mapping[str, Any]) -> frozenset[str]:
     except RuntimeError:  # where values decide; any may be asked for
         return frozenset(stands)
     return frozenset(name for name, stand in stands.items() if id(stand) in used.seen)
-
-
-@contextmanager
-def _shown_as(model: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
-    """These tensors, by name, in the place of a sharded model's, whose modules then compute as plain ones do."""
-    with ExitStack() as stack:
-        for prefix, module in model.named_modules():
-            for kind in ("_parameters", "_buffers"):
-                held = vars(module)[kind]
-                own = {key: values.get(clean_name(f"{prefix}.{key}"), tensor) for key, tensor in held.items()}
-                stack.callback(vars(module).__setitem__, kind, held)
-                vars(module)[kind] = own
-            for kind in ("_forward_pre_hooks", "_forward_hooks"):
-                stack.callback(vars(module).__setitem__, kind, vars(module)[kind])
-                vars(module)[kind] = OrderedDict()
-        yield

@@ -45,3 +45,8 @@ class Registered:
 def is_peft(model: object) -> bool:
     """Whether it is a model of PEFT's, which need not be installed."""
     return any(kind.__module__ == "peft.peft_model" for kind in type(model).__mro__)
+
+
+def is_pretrained(model: object) -> bool:
+    """Whether it is a `PreTrainedModel` of transformers', which need not be installed."""
+    return any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__)

@@ -28,10 +28,11 @@ from typing_extensions import override
 
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.checkpoint.full_state import full_state_dict
-from zeromesh.checkpoint.huggingface import load_safetensors
+from zeromesh.checkpoint.safetensors import INDEX, SINGLE
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import ELEMENTWISE, steps_elementwise
 from zeromesh.errors import CheckpointError, InputError, ModelError, OptimizerError
+from zeromesh.integrations.huggingface import load_safetensors
 from zeromesh.integrations.methods import (
     ELSEWHERE,
     UNEVEN,
@@ -214,12 +215,16 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.shard_model()
-        if not self._has_states(resume_from_checkpoint):  # else they come with the optimizer's
+        if self._has(resume_from_checkpoint, STATES):
+            return  # they come with the optimizer's
+        if is_peft(self.model) or not self._has(resume_from_checkpoint, SINGLE, INDEX):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_safetensors(self.model, resume_from_checkpoint)
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not self._has_states(checkpoint):
+        if checkpoint is None or not self._has(checkpoint, STATES):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         with self._checkpoints(checkpoint) as checkpoints:
@@ -242,8 +247,9 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         own = held.optimizer if isinstance(held, AcceleratedOptimizer) else held
         return checkpoints_of(os.path.join(directory, STATES), self.model, [own])
 
-    def _has_states(self, checkpoint: str) -> bool:
-        return engine_of(self.model).control.say(os.path.isdir(os.path.join(checkpoint, STATES)))
+    def _has(self, checkpoint: str, *names: str) -> bool:
+        """Whether the first rank sees any of these in a checkpoint."""
+        return engine_of(self.model).control.say(any(os.path.exists(os.path.join(checkpoint, name)) for name in names))
 
     def _samples_per_step(self) -> int:
         processes = 1 if self.accelerator.split_batches else self.args.world_size

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.dist.checkpoint.models import Mesh, Odd, assemble, make, require_equal, slices
 from tests.dist.pool import Pool
-from zeromesh.checkpoint.huggingface import load_safetensors, save_safetensors
 from zeromesh.errors import CheckpointError
+from zeromesh.integrations.huggingface import load_safetensors, save_safetensors
 
 FOUR: Mesh = (("cluster", 2), ("node", 2))
 TWO: Mesh = (("cluster", 1), ("node", 2))

@@ -15,8 +15,8 @@ from tests.dist.checkpoint.models import Mesh, make, require_equal, slices, trai
 from tests.dist.pool import Pool
 from zeromesh.checkpoint import saver
 from zeromesh.checkpoint.checkpoints import Checkpoints
-from zeromesh.checkpoint.huggingface import save_safetensors
 from zeromesh.checkpoint.peers import Peers
+from zeromesh.integrations.huggingface import save_safetensors
 
 TWO: Mesh = (("cluster", 1), ("node", 2))
 STRATEGY = "node=3,cluster=0"

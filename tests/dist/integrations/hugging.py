@@ -52,6 +52,8 @@ def build(kind: str = "llama") -> Any:
     import transformers as hf
 
     torch.manual_seed(0)
+    if kind == "experts":
+        return hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=3))
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, tie_word_embeddings=kind == "tied"))
     if kind not in ("lora", "bf16 base"):
         return model

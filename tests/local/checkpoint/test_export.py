@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 import zeromesh as zm
-from zeromesh.checkpoint.huggingface import load_safetensors, save_safetensors
 from zeromesh.checkpoint.peers import Peers
 from zeromesh.checkpoint.safetensors import Spec, read_headers, write_safetensors
 from zeromesh.errors import CheckpointError
+from zeromesh.integrations.huggingface import load_safetensors, save_safetensors
 from zeromesh.pieces.piece import whole
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,12 @@ from torch import nn
 from zeromesh.checkpoint.full_state import buffers_of, persistent_buffers, require_own
 from zeromesh.checkpoint.loader import load_one
 from zeromesh.checkpoint.peers import make_peers
-from zeromesh.checkpoint.safetensors import Spec, open_safetensors, write_safetensors
+from zeromesh.checkpoint.safetensors import Spec, read_headers, write_safetensors
+from zeromesh.checkpoint.sources import FileSource, SourcesReader
 from zeromesh.checkpoint.tensors import MODEL, Held, param_rows, restore_models
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.units import DTYPES
+from zeromesh.integrations.saved import is_pretrained
 from zeromesh.modules import DTYPE_NAMES
 from zeromesh.pieces.piece import Piece, whole
 from zeromesh.progress import progress
@@ -29,16 +32,19 @@ def save_safetensors(
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5_000_000_000,
+    save_original_format: bool = True,
 ) -> None:
     """Writes a sharded model for Hugging Face's `from_pretrained`. All ranks call it, and each writes its shard.
 
-    A tied parameter is written once, under its first name. A model with a `config` gets its `config.json`.
+    A tied parameter is written once, under its first name. A model with a `config` gets its `config.json`. A model of
+    transformers is written as that library writes it: renamed, with packed experts apart.
 
     Args:
         model: a sharded model.
         directory: directory that all ranks see; created if it does not exist.
         dtype: dtype of floating-point parameters in the files. Default: the compute dtype.
         max_file_bytes: a larger model is split into several files.
+        save_original_format: False writes a model of transformers under its own names.
 
     Raises:
         CheckpointError: on all ranks, if one of them could not write.
@@ -61,7 +67,12 @@ def save_safetensors(
             location.mkdir(parents=True, exist_ok=True)
             if save_config := getattr(getattr(model, "config", None), "save_pretrained", None):
                 save_config(location)
-    write_safetensors(location, specs, pieces, peers, max_file_bytes=max_file_bytes)
+    written: Iterable[Piece] = pieces
+    if save_original_format and is_pretrained(model):
+        from zeromesh.integrations.published import published
+
+        specs, written = published(model, specs, pieces)
+    write_safetensors(location, specs, written, peers, max_file_bytes=max_file_bytes)
 
 
 def written_dtype(asked: torch.dtype | None, own: torch.dtype) -> torch.dtype:
@@ -73,12 +84,25 @@ def written_dtype(asked: torch.dtype | None, own: torch.dtype) -> torch.dtype:
 def load_safetensors(model: nn.Module, location: str | os.PathLike[str]) -> None:
     """Fills a sharded model from a safetensors file or a Hugging Face model's directory. Each rank reads its shard.
 
+    Files of a model of transformers may have the names and shapes of its state dict, or those that it is published in.
+
     Raises:
         CheckpointError: on all ranks, if names are missing or unknown, or a shape or a kind of number differs (nothing
             is changed then); or if a file is missing or damaged.
     """
-    engine = engine_of(model)
+    engine, path = engine_of(model), Path(location)
     held = Held(models=(model,), engines=(engine,), control=engine.control)
-    opened, peers = partial(open_safetensors, Path(location), MODEL), make_peers(engine.control)
-    load_one(os.fspath(location), opened, peers, partial(restore_models, held))
+
+    def opened() -> SourcesReader:
+        stored = read_headers(path)
+        sources: Mapping[str, FileSource] = stored
+        if is_pretrained(model):
+            from zeromesh.integrations.loading import sources_of
+            from zeromesh.integrations.published import stands_of
+
+            found, others = sources_of(model, stored, stands_of(model))
+            sources = found | others
+        return SourcesReader(path, MODEL, sources)
+
+    load_one(os.fspath(location), opened, make_peers(engine.control), partial(restore_models, held))
     engine.changed()
