@@ -54,6 +54,10 @@ class Leaf(nn.Parameter):
     def data(self, value: Tensor) -> None:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # a getset_descriptor
 
+    def set_(self, *source: Any) -> Tensor:
+        """Of itself, as `register_parametrization` has it, no change."""
+        return self if source == (self,) else super().set_(*source)
+
 
 class _Closed(Leaf):
     """Closed: [Note: Leaves]."""
