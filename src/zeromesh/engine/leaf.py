@@ -55,7 +55,7 @@ class Leaf(nn.Parameter):
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # a getset_descriptor
 
     def set_(self, *source: Any) -> Tensor:
-        """Of itself, as `register_parametrization` has it, no change."""
+        """No change where it is set to itself, as by `register_parametrization`."""
         return self if source == (self,) else super().set_(*source)
 
 

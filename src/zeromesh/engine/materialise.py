@@ -9,7 +9,8 @@ of it, as the others wait for its values meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from inspect import signature
 from typing import Any
 
 import torch
@@ -57,7 +58,9 @@ class Materialiser:
         """Inner modules first, as Hugging Face does: outer ones then adapt their inner ones' values."""
         if module in self._rules:
             return
-        rule = getattr(module, "_init_weights", rule)
+        with suppress(AttributeError, TypeError):  # one without an argument is about something else
+            signature(module._init_weights).bind(module)  # type: ignore[arg-type]
+            rule = module._init_weights  # type: ignore[assignment]
         self._rules[module] = rule
         for child in module.children():
             yield from self._postorder(child, rule)

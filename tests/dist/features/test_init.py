@@ -128,6 +128,10 @@ class Scaled(nn.Module):
         nn.init.constant_(self.scale, 2.0)
         self.table = torch.arange(4.0)  # as torchtitan's modules do; the first rank's memory is still all ranks'
 
+    def _init_weights(self) -> None:
+        """Takes no module, as in transformers' MiniCPM-V: it is not that library's rule."""
+        raise AssertionError
+
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) * self.scale + self.table
 
