@@ -45,7 +45,7 @@ def test_plan_prints_the_contracts_json_and_writes_its_files(zeromesh: Any, tmp_
     chosen = Plan.load(plan)
     assert str(chosen.strategy) == answer["best"]["strategy"] and str(chosen.strategy) in report.read_text()
     assert dict(chosen.mesh) == {"node": 8, "cluster": 8}
-    code, out, _ = zeromesh("plan", *SMALL, "-o", plan)
+    code, out, _ = zeromesh("plan", *SMALL, "--splits", "none", "--no-robust", "-o", plan)
     assert code == 0 and str(Plan.load(plan).strategy) in out
 
 
@@ -194,7 +194,11 @@ def test_wrong_input_is_one_message_and_exit_code_2(zeromesh: Any, what: str) ->
             "--model llama-65b --world 8 --global-batch-tokens 32768 --host none",
             "devices of this kind would do",
         ),
-        ("plan", "--model gpt2 --seq-len 1024 --micro-batch 1 -o missing/plan.json", "cannot be written"),
+        (
+            "plan",
+            "--model gpt2 --seq-len 1024 --micro-batch 1 --splits none --no-robust -o missing/plan.json",
+            "cannot be written",
+        ),
     ],
 )
 def test_wrong_options_of_one_command(zeromesh: Any, command: str, options: str, message: str) -> None:
