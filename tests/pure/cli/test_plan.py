@@ -207,24 +207,6 @@ def test_wrong_options_of_one_command(zeromesh: Any, command: str, options: str,
     assert message in err
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[device]", "name"),
-        ('name = "c"\n[device]\nname = "d"\nmemory = 80', "memory"),
-        ('name = "c"\n[device]\nname = "d"\nmemory = "-80 GB"', "memory"),
-        ('name = "c"\n[device]\nname = "d"\nmemroy = "80 GB"', "memroy"),
-    ],
-)
-def test_wrong_cluster_files_name_file_and_key(zeromesh: Any, tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "cluster.toml"
-    path.write_text(text)
-    code, _, err = zeromesh("plan", *BASE, "--cluster", str(path), "--world", "0")
-    assert code == 2
-    assert message in err
-    assert str(path) in err
-
-
 def test_plan_and_simulate_take_degrees(zeromesh: Any, tmp_path: Path) -> None:
     base = [*BASE, *["--world", "32", "--seq-len", "2048", "--global-batch-tokens", "131072", "--micro-batch", "1"]]
     base += ["--activation-checkpointing", "full"]
