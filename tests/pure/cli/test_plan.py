@@ -179,9 +179,6 @@ def test_wrong_input_is_one_message_and_exit_code_2(zeromesh: Any, what: str) ->
     ("command", "options", "message"),
     [
         ("simulate", "--strategy node=4,cluster=0", "stage must be one of"),
-        ("simulate", "--strategy node=3", "gives no stage to mesh axis 'cluster'"),
-        ("simulate", "--strategy nodes=3,cluster=0", "did you mean node"),
-        ("simulate", "--strategy node[3]=3,node[2]=1,cluster=0", "needs node to have 6 ranks; this mesh has 8"),
         ("simulate", "--strategy zero4", "did you mean"),
         ("plan", "--splits one", "--splits must be one of none, once, all; got 'one'"),
         ("plan", "--space ful", "did you mean full"),
