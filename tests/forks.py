@@ -19,6 +19,7 @@ import sys
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -100,6 +101,7 @@ def _die_with_parent() -> None:
 def _become(words: Sequence[str], env: Mapping[str, str], cwd: str | Path, streams: Sequence[int]) -> NoReturn:
     """Runs the command of a Python in this process, to the end of the process."""
     gc.freeze()  # else the child's first collection walks, and so copies, all that it has inherited
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the parent's, such as of temporary directories
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(cwd)

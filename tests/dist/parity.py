@@ -301,6 +301,7 @@ class Pair:
         clip: norm to clip to; None neither clips nor looks at the norm.
         device: of the sharded copy; batches are tensors where it is not the host.
         places: number of data-parallel ranks; 0: those of the sharded copy.
+        plain: the plain copy of another pair; None: one of its own.
     """
 
     base: nn.Module
@@ -322,14 +323,17 @@ class Pair:
     clip: float | None = None
     device: str = "cpu"
     places: int = 0
-    plain: Any = field(init=False)
+    plain: Any = None
     own: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.plain = self.base
-        if self.model is None:
-            self.plain, self.model = copy.deepcopy(self.base), copy.deepcopy(self.base)
-            self.prepare(self.plain)
+        if self.model is not None:
+            self.plain = self.base
+        else:
+            if self.plain is None:
+                self.plain = copy.deepcopy(self.base)
+                self.prepare(self.plain)
+            self.model = copy.deepcopy(self.base)
             self.prepare(self.model)
             self.wrap(self.model)
             zm.shard(self.model, mesh_of_world(self.device), self.strategy, **self.options)
@@ -457,7 +461,10 @@ TRAINING = ("steps", "make_optimizer", "after_step", "set_to_none")
 def check(base: nn.Module, *strategies: str, **arguments: Any) -> list[Pair]:
     """Trains a `Pair` for each strategy, side by side, and returns them."""
     training = {name: arguments.pop(name) for name in TRAINING if name in arguments}
-    pairs = [Pair(base=base, strategy=strategy, **arguments) for strategy in strategies]
+    pairs = list[Pair]()
+    for strategy in strategies:  # a copy takes as long as a step, so one plain copy serves all
+        plain = pairs[0].plain if pairs else None
+        pairs.append(Pair(base=base, strategy=strategy, plain=plain, **arguments))
     train_side_by_side(pairs, **training)
     return pairs
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +20,8 @@ import zeromesh as zm
 from tests.dist.parallel.experts import example
 from tests.dist.pool import Pool, shared
 from tests.dist.train.harness import build_tiny, config, write_text
+from tests.forks import run_python
 from tests.simdev.ranks import alone
-from zeromesh.cli.app import main
 from zeromesh.cluster.catalogue import find_cluster
 from zeromesh.errors import InputError, MeshError
 from zeromesh.observe.report import memory_report, traffic_report
@@ -361,18 +359,16 @@ lr = 1e-2
 """
 
 
-def test_the_command_rehearses_ranks_in_processes_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_rehearses_ranks_in_processes_of_their_own(tmp_path: Path) -> None:
     (write_text(tmp_path) / "run.toml").write_text(CONFIG)
-    monkeypatch.setenv("PYTHONPATH", f"{FAKE_TRANSFORMERS}:{os.environ.get('PYTHONPATH', '')}")
+    around = os.environ | {"PYTHONPATH": f"{FAKE_TRANSFORMERS}:{os.environ.get('PYTHONPATH', '')}"}
     arguments = ["--rank", "0", "--rank", "511", "--world", "512", "--json"]
     files = ["--report", str(tmp_path / "page.html"), "--trace", str(tmp_path / "trace.json")]
-    monkeypatch.setattr(sys, "argv", ["zeromesh", "rehearse", str(tmp_path / "run.toml"), *arguments, *files])
-    with contextlib.suppress(SystemExit):
-        main()
-    printed = capsys.readouterr()
-    found = json.loads(printed.out)
+    ended = run_python(
+        "-m", "zeromesh.cli", "rehearse", tmp_path / "run.toml", *arguments, *files, env=around, cwd=tmp_path
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
     (other,) = found["others"]
     assert (found["world"], found["rank"], other["rank"], found["failures"]) == (512, 0, 511, [])
     memory = found["memory"]

@@ -226,10 +226,10 @@ def train(sizes: tuple[int, ...], strategies: Sequence[str]) -> None:
 @on_ranks(4)
 def test_under_every_kind_of_strategy():
     """With the one on three axes, each stage on some axis; the ring over both, and nothing overlapped."""
-    train((2, 2), ["node=3,cluster=1;collective=ho_ring", "node=0,cluster=3k;overlap=none", "node=3d,cluster=0"])
+    train((2, 2), ["node=3,cluster=2;collective=ho_ring", "node=0,cluster=3k;overlap=none"])
 
 
 @on_ranks(8)
 def test_on_three_axes():
     """More ranks than tensors, too."""
-    train((2, 2, 2), ["node=2,cluster=2,region=1"])
+    train((2, 2, 2), ["node=3d,cluster=1,region=1"])

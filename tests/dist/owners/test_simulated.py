@@ -44,7 +44,7 @@ class Block(nn.Module):
         return x + torch.stack([hidden @ expert for expert in self.experts]).sum(0)
 
 
-MODEL = {"dim": 6, "num_blocks": 5, "block": Block}
+MODEL = {"dim": 6, "num_blocks": 3, "block": Block}
 
 
 @cache

@@ -138,7 +138,9 @@ def pair_of(strategy: str, plan: str, mesh: DeviceMesh, **options: Any) -> Pair:
     return Pair(base=build(), model=sharded(strategy, plan, mesh, **options), clip=CLIP)
 
 
-def check(strategy: str, plan: str, *shape: int, make_optimizer: MakeOptimizer = adamw, **options: Any) -> None:
+def check(
+    strategy: str, plan: str, *shape: int, make_optimizer: MakeOptimizer = adamw, steps: int = 2, **options: Any
+) -> None:
     """Trains and compares: see the module.
 
     Args:
@@ -146,10 +148,11 @@ def check(strategy: str, plan: str, *shape: int, make_optimizer: MakeOptimizer =
         plan: as for `parallelise`.
         shape: of the data-parallel mesh, innermost first.
         make_optimizer: for each of the two models.
+        steps: of the optimizers.
         options: of `sharded`.
     """
     with dividing(plan):
-        pair_of(strategy, plan, mesh_of(*shape), **options).train(make_optimizer=make_optimizer)
+        pair_of(strategy, plan, mesh_of(*shape), **options).train(steps=steps, make_optimizer=make_optimizer)
 
 
 def backward(model: nn.Module, plan: str, step: int, rank: int) -> None:

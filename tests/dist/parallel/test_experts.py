@@ -56,7 +56,7 @@ def test_on_eight_ranks():
     parts = {example.Experts: zm.Part(mesh=mesh["region", "cluster"])}
     text = "node=3,cluster=1,region=0 | <Experts>: cluster=3,region=1"
     zm.Sharding(strategy=text, mesh=mesh, parts=parts, **FP64).shard(model)
-    train_experts(model, shared=False)
+    train_experts(model, shared=False, steps=1)
 
 
 @on_ranks(8)

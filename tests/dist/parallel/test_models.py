@@ -74,11 +74,11 @@ def by_its_plan(model: Any, tp: Any) -> Any:
     return apply_tensor_parallelism(model, tp, plan)
 
 
-def train_beside(model: nn.Module, plain: nn.Module, bound: float = BOUND, **options: float) -> None:
+def train_beside(model: nn.Module, plain: nn.Module, bound: float = BOUND, steps: int = 2, **options: float) -> None:
     """Both by AdamW with these options, `plain` on the tokens of all data-parallel ranks; compared."""
     make = partial(torch.optim.AdamW, lr=1e-2, **options)
     pair = Pair(base=plain, model=model, loss_of=loss_of, data_of=partial(data_of, "llama"), bound=bound, clip=CLIP)
-    pair.train(make_optimizer=make)
+    pair.train(steps=steps, make_optimizer=make)
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,22 @@ def test_a_pretrained_model_is_read_where_its_experts_are(tmp_path):
     same_params(model, plain)
 
 
-@pytest.mark.parametrize(("kind", "degree"), [("mixtral", 4), ("deepseek_v3", 2)])
-@on_ranks(8)
-def test_expert_parallel_beside_tensor_parallel(kind, degree):
-    """Experts over ranks that have other tokens and those that have the same, as transformers lays its meshes; and over
-    those of the same tokens alone."""
-    dense = kept(init_device_mesh, "cpu", (4, 2), mesh_dim_names=("data", "tp"))
-    sparse = kept(init_device_mesh, "cpu", (8 // degree, degree), mesh_dim_names=("copies", "experts"))
+def expert_parallel_beside_tensor_parallel(kind: str, degree: int) -> None:
+    world = dist.get_world_size()
+    dense = kept(init_device_mesh, "cpu", (world // 2, 2), mesh_dim_names=("data", "tp"))
+    sparse = kept(init_device_mesh, "cpu", (world // degree, degree), mesh_dim_names=("copies", "experts"))
     model = divided(build(kind), sparse["experts"], dense["tp"])
     part = zm.Part(mesh=sparse["copies"], strategy="copies=3")
     model = zm.shard(model, dense["data"], "data=1", parts={"*.experts": part}, **FP64)
-    train_beside(model, build(kind))
+    train_beside(model, build(kind), steps=1)
+
+
+@on_ranks(4)
+def test_experts_over_ranks_of_the_same_tokens():
+    expert_parallel_beside_tensor_parallel("deepseek_v3", degree=2)
+
+
+@on_ranks(8)
+def test_experts_over_ranks_of_the_same_and_of_other_tokens():
+    """As transformers lays its meshes."""
+    expert_parallel_beside_tensor_parallel("mixtral", degree=4)

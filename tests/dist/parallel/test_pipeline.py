@@ -21,7 +21,6 @@ from torch.distributed.pipelining import PipelineStage
 
 import zeromesh as zm
 from tests.dist.parallel.pipelines import (
-    BLOCKS,
     MICROS,
     SCHEDULES,
     Staged,
@@ -78,9 +77,9 @@ def test_gradients_are_reduced_once_a_step_and_stage() -> None:
 @on_ranks(4)
 def test_a_stage_whose_blocks_share_a_slot_gathers_them_for_each_pass() -> None:
     """But where a forward is followed by a backward, whose first block is still there. The root has its own slot."""
-    blocks = BLOCKS // 2
+    blocks = 2
     for name, turns in {"gpipe": (1, 1), "1f1b": (3, 4)}.items():
-        ours = staged(net(num_blocks=BLOCKS), name, SCARCE, mesh_of(4))
+        ours = staged(net(num_blocks=2 * blocks), name, SCARCE, mesh_of(4))
         calls_of_a_step(ours, 0)
         (calls,) = calls_of_a_step(ours, 1)
         assert calls["all_gather"] == 2 * MICROS * blocks - turns[dist.get_rank() // 2] + MICROS

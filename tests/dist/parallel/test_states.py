@@ -69,13 +69,12 @@ def test_checkpoints_under_other_degrees(tmp_path):
     with zm.Checkpoints(path / "own", model, optimizer) as checkpoints:
         checkpoints.save(1)
         saved = checkpoints.wait()
-    for layout in LAYOUTS:
-        for source in (path / "dcp", saved):
-            model, _ = other(layout)
-            state = {"model": model.state_dict()}
-            dcp.load(state, checkpoint_id=source)
-            model.load_state_dict(state["model"])
-            same_params(model, wanted[0])
+    for layout, source in zip(LAYOUTS, (path / "dcp", saved, path / "dcp"), strict=True):
+        model, _ = other(layout)
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=source)
+        model.load_state_dict(state["model"])
+        same_params(model, wanted[0])
         with zm.Checkpoints(path / "none", model) as checkpoints:
             checkpoints.load(path / "dcp")
         same_params(model, wanted[0])
@@ -107,7 +106,7 @@ def test_packed_projections_under_other_degrees(tmp_path):
     with zm.Checkpoints(path / "own", model, optimizer) as checkpoints:
         checkpoints.save(1)
         checkpoints.wait()
-    for tp in (1, 4, 2):
+    for tp in (1, 4):
         model, optimizer = packed(tp)
         model.load_state_dict(plain.state_dict())
         for _, param, value in both_params(model, plain):

@@ -1,4 +1,4 @@
-"""A model that goes on, on four ranks, is plain training of it in one process."""
+"""A model that goes on, on two ranks, is plain training of it in one process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def config(directory: Path, name: str, strategy: str, **model: Any) -> TrainConf
     fp64 = dict.fromkeys(("param", "reduce", "grad", "master"), "fp64")
     tables: dict[str, Any] = {
         "strategy": strategy,
-        "mesh": {"cluster": 2, "node": 2},
+        "mesh": {"node": 2},
         "run": {"directory": str(directory / name), "steps": STEPS, "seed": 7, "export": str(directory / name / "out")},
         "model": {"pretrained": str(directory / "base")} | model,
         "data": {"files": [f"{directory}/texts.jsonl"], "seq_len": 20, "holdout": 0.0},
@@ -69,7 +69,7 @@ def train(*configs: TrainConfig) -> bool:
 
 def refused(config: TrainConfig, elsewhere: Path) -> str:
     """A rank's error in a run in which the last rank's host has no such model."""
-    if dist.get_rank() == 3:
+    if dist.get_rank() == 1:
         moved = config.model.model_copy(update={"pretrained": elsewhere})
         config = config.model_copy(update={"model": moved})
     with pytest.raises(ConfigError) as raised:
@@ -94,8 +94,8 @@ LORA = {"trainable": "lora:2", "activation_checkpointing": "selective"}
 @pytest.mark.parametrize(
     ("strategy", "resumed", "model"),
     [
-        ("host=2,node=3,cluster=1", "node=2,cluster=0", LORA),
-        ("node=2,cluster=0", "host=3,node=3,cluster=3", {"trainable": ["*.mlp.*", "model.norm.weight"]}),
+        ("host=2,node=3", "node=2", LORA),
+        ("node=2", "host=3,node=3", {"trainable": ["*.mlp.*", "model.norm.weight"]}),
     ],
     ids=["lora", "patterns"],
 )
@@ -106,7 +106,7 @@ def test_adapters_and_some_parameters_are_trained_as_in_one_process(
     saved = first.run.directory / "checkpoints/step-00000001"
     run = config(directory, f"{strategy} again", resumed, **model)
     run = run.model_copy(update={"checkpoint": CheckpointConfig(resume=str(saved))})
-    assert all(pool.run(4, train, first, run))
+    assert all(pool.run(2, train, first, run))
     losses, expected = plain(run, [step["lr"] for step in lines(first)])
     assert [step["loss"] for step in lines(first)] == pytest.approx(losses, rel=1e-6)  # the loop's loss is fp32
     assert [step["loss"] for step in lines(run)] == pytest.approx(losses[1:], rel=1e-6)
@@ -128,9 +128,9 @@ def test_adapters_and_some_parameters_are_trained_as_in_one_process(
 
 
 def test_a_model_that_one_host_does_not_have_is_said_by_all_ranks(pool: Pool, directory: Path) -> None:
-    run = config(directory, "refused", "node=3,cluster=1")
-    said = pool.run(4, refused, run, directory / "nowhere")
-    assert len(set(said)) == 1 and said[0].startswith("rank 3: model.pretrained must be the directory of")
+    run = config(directory, "refused", "node=3")
+    said = pool.run(2, refused, run, directory / "nowhere")
+    assert len(set(said)) == 1 and said[0].startswith("rank 1: model.pretrained must be the directory of")
     assert not run.run.directory.exists()
 
 

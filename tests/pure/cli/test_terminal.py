@@ -7,15 +7,17 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
+import traceback
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from zeromesh import progress
+from zeromesh.cli import app as cli
 
 COLUMNS = 80
 BASE = [
@@ -25,43 +27,50 @@ BASE = [
 STRATEGY = "package=3,node[2]=3,node[2]=2,cluster[4]=2,cluster[*]=0"
 
 
-PROGRESS = """
-from zeromesh import progress
-from zeromesh.cli.app import main
-progress.PROGRESS_AFTER_S = 0
-main()
-"""
-"""The command line, with progress at once."""
-
-
-def in_terminal(
-    *arguments: str, program: Sequence[str] = ("-m", "zeromesh.cli"), erased: bool = False
-) -> tuple[int, list[str]]:
+def in_terminal(*arguments: str, erased: bool = False) -> tuple[int, list[str]]:
     """Exit code and lines of `zeromesh ARGUMENTS` in a terminal, its control sequences taken out, and erased lines too
-    unless asked for."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
-    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
-    command = [sys.executable, *program, *arguments]
-    with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment | {"TERM": "xterm-256color"}
-    ) as process:
-        os.close(theirs)
-        chunks = []
-        while True:
-            try:
-                chunk = os.read(ours, 1 << 16)
-            except OSError:  # Linux's end of a terminal that nothing has open
-                break
-            if not chunk:
-                break
-            chunks.append(chunk)
-        code = process.wait()
+    unless asked for. In a fork of this process, since imports take as long as most commands."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are threads
+        child, ours = pty.fork()
+    if child == 0:
+        run_here(arguments)
+    chunks = []
+    while True:
+        try:
+            chunk = os.read(ours, 1 << 16)
+        except OSError:  # Linux's end of a terminal that nothing has open
+            break
+        if not chunk:
+            break
+        chunks.append(chunk)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     os.close(ours)
     text = re.sub(r"\x1b\[(?:\?25[hl]|[0-9;]*m)", "", b"".join(chunks).decode()).replace("\r\n", "\n")
     if not erased:
         text = re.sub(r"[^\n]*\n?\r(?:\x1b\[1A)?\x1b\[2K", "", text)
     return code, [re.sub(r"\x1b\[[0-9;]*[A-Z]", "", line).rstrip() for line in text.split("\n")]
+
+
+def run_here(arguments: Sequence[str]) -> NoReturn:
+    """In the child, which has a terminal as its standard streams."""
+    code = 1
+    try:
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
+        for name in ("COLUMNS", "LINES", "NO_COLOR"):
+            os.environ.pop(name, None)
+        os.environ["TERM"] = "xterm-256color"
+        sys.argv = ["zeromesh", *arguments]
+        with open(0) as sys.stdin, open(1, "w") as sys.stdout, open(2, "w") as sys.stderr:
+            try:
+                cli.main()
+                code = 0
+            except SystemExit as end:
+                code = int(end.code or 0)
+            except BaseException:
+                traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def names_of(lines: list[str]) -> list[str]:
@@ -107,11 +116,11 @@ def test_errors_are_wrapped_by_words() -> None:
 
 def test_progress_is_shown_in_a_terminal_alone(zeromesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("plan", *BASE, "--world", "16", "--global-batch-tokens", "131072", "--no-robust", "--json")
-    code, lines = in_terminal(*arguments, program=("-c", PROGRESS), erased=True)
+    monkeypatch.setattr(progress, "PROGRESS_AFTER_S", 0)
+    code, lines = in_terminal(*arguments, erased=True)
     text = "".join(lines)
     shown = re.findall(r"searching layouts: [\d,]+ simulated, at most [\d.]+% from the fastest, \d+ s", text)
     assert code == 0 and len(shown) > 1
     assert text.endswith("}")  # the bar is overwritten
-    monkeypatch.setattr(progress, "PROGRESS_AFTER_S", 0)
     code, out, err = zeromesh(*arguments)
     assert code == 0 and err == "" and out.startswith("{")

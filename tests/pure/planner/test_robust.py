@@ -74,6 +74,7 @@ def test_constants_are_open_where_a_step_depends_on_them() -> None:
 
 def test_a_plan_names_the_constant_and_no_robust_ignores_it() -> None:
     asked = "plan --model llama-7b --cluster a800-8x-hdr --world 16 --seq-len 4096 --global-batch-tokens 65536"
+    asked += " --splits none"
     found = {}
     for option in ("--robust", "--no-robust"):
         result = CliRunner().invoke(app, [*asked.split(), "--json", option])

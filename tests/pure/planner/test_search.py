@@ -191,11 +191,13 @@ def test_a_large_model_is_trained_on_one_small_device_from_the_host_s_memory() -
 
 
 def test_a_large_model_on_small_devices_takes_what_a_machine_has_of_memory() -> None:
-    """Where something fits without the host it is searched only if asked for, and not recommended for nothing."""
+    """Where something fits without the host it is searched only if asked for, and not recommended for nothing.
+
+    With 128 GB llama-7b takes host=2: `tests/pure/cli/test_plan.py`."""
     small = find_cluster("rtx4090-8x-10g").take(4)
     workload = Workload(seq_len=2048, global_batch_tokens=1 << 16, recomputation=Recomputation.FULL)
     options, answers = Options(splits="none"), {}
-    for name, machine_bytes in (("llama-7b", 128e9), ("llama-7b", 96e9), ("llama-13b", 256e9)):
+    for name, machine_bytes in (("llama-7b", 96e9), ("llama-13b", 256e9)):
         planned = plan(preset(name), replace(small, host_memory_bytes=machine_bytes), workload, options=options)
         best, strategy = planned.best.simulation, planned.best.candidate.strategy
         answers[name, machine_bytes] = best.strategy.partition(",")[0]
@@ -204,7 +206,7 @@ def test_a_large_model_on_small_devices_takes_what_a_machine_has_of_memory() -> 
         assert choice.simulation.step_s == best.step_s
         assert strategy.step == "device" and abs(planned.host_s) / best.step_s < 0.02  # four ranks share one memory
         assert [reason.strategy for reason in planned.why][-1].startswith(f"host={strategy.host.value},node=3")
-    assert [*answers.values()] == ["host=2", "host[90%]=1", "host=3"]
+    assert [*answers.values()] == ["host[90%]=1", "host=3"]
     with pytest.raises(
         NothingFitsError,
         match=r"llama-13b fits on 4 x RTX-4090.* is node=3,.*would fit with 234.3 GB of a machine's memory, of which "
