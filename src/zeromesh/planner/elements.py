@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from zeromesh.model.spec import ModelSpec, TensorSpec, UnitSpec
+from zeromesh.model.spec import ModelSpec, TensorSpec
 from zeromesh.planner.space import STAGES, Block
 from zeromesh.simulator.owned import is_matrix
 
@@ -32,18 +32,23 @@ class Elements:
     @cached_property
     def total(self) -> dict[bool, tuple[int, int]]:
         """All and trainable, of what is no experts and of those."""
-        model, codes = self.model, sum(u.count * _num_codes(u) for u in self.model.units)
-        whole, trained = (sum(u.count * _num_experts(u, trainable=only) for u in model.units) for only in (False, True))
-        return {False: (model.num_params - whole - codes, model.num_trainable - trained), True: (whole, trained)}
+        units = self.model.units
+        trained = {part: sum(u.count * of[id(u)][0] for u in units) for part, of in self.by_unit.items()}
+        return {
+            part: (sum(u.count * sum(of[id(u)]) for u in units), trained[part]) for part, of in self.by_unit.items()
+        }
 
     @cached_property
     def by_unit(self) -> dict[bool, dict[int, tuple[int, int]]]:
         """Trainable and frozen elements of each unit: of what is no experts, and of those."""
         found: dict[bool, dict[int, tuple[int, int]]] = {False: {}, True: {}}
         for unit in self.model.units:
-            trained = _num_experts(unit, trainable=True)
-            frozen = _num_experts(unit) - trained
-            found[False][id(unit)] = (unit.num_trainable - trained, unit.num_frozen - frozen - _num_codes(unit))
+            trained, frozen = (
+                sum(t.num_elements for t in unit.tensors if t.ep > 1 and t.trainable is trainable)
+                for trainable in (True, False)
+            )
+            codes = sum(t.num_elements for t in unit.tensors if t.dtype is not None)
+            found[False][id(unit)] = (unit.num_trainable - trained, unit.num_frozen - frozen - codes)
             found[True][id(unit)] = (trained, frozen)
         return found
 
@@ -57,15 +62,6 @@ class Elements:
             if is_matrix(unit, tensor)
             for _ in range(unit.count)
         ]
-
-
-def _num_experts(unit: UnitSpec, *, trainable: bool = False) -> int:
-    """Elements of the experts that ep cuts."""
-    return sum(t.num_elements for t in unit.tensors if t.ep > 1 and (t.trainable or not trainable))
-
-
-def _num_codes(unit: UnitSpec) -> int:
-    return sum(t.num_elements for t in unit.tensors if t.dtype is not None)
 
 
 def state_degree(block: Block) -> npt.NDArray[np.float64]:

@@ -143,12 +143,11 @@ class Evaluator:
         self,
         wires: tuple[str, ...] = (),
         collective: str = AUTO,
-        parallel: Parallel | None = None,
+        parallel: Parallel = WHOLE,
         host: Stage = Stage.ZERO,
     ) -> tuple[Bounds, Bounds]:
         """The bounds for wires by level, lossless ones if none are given, and a strategy's collectives: of time and of
         memory, which differ in a pipeline: its slowest kind of rank, and the first, which holds most."""
-        parallel = parallel or WHOLE
         key = (wires or ("",) * len(self.cluster.levels), collective, parallel, host)
         if key not in self._bounds:
             division = self.division(parallel)

@@ -69,9 +69,8 @@ def choices(evaluator: Evaluator, strategy: Strategy, parallel: Parallel = WHOLE
     static, of_activations = evaluator.static_bytes(strategy, parallel), 1 + evaluator.constants.allocator_share
     choices = []
     for setting in settings_of(bounds, of_memory, parallel):
-        candidate = setting.candidate(
-            strategy, parallel, bound_s=float(time.at(setting.micro_batches, setting.compute, optimizer_s)[0])
-        )
+        bound_s = time.at(setting.micro_batches, setting.compute, optimizer_s)
+        candidate = setting.candidate(strategy, float(bound_s[0]))
         choices.append((candidate, static + of_activations * setting.activation_bytes))
     return sorted(choices, key=lambda pair: pair[0].bound_s)
 

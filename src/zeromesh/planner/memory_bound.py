@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zeromesh.model.spec import DTYPE_BYTES, ModelSpec, Recomputation, UnitKind
-from zeromesh.parallel import WHOLE, Parallel
+from zeromesh.parallel import WHOLE
 from zeromesh.planner.elements import Elements, state_degree
 from zeromesh.planner.space import STAGES, Block
 from zeromesh.planner.time_bound import Floats
@@ -54,20 +54,16 @@ class MemoryBound:
     elements: Elements
     workload: Workload
     world: int  # ranks that may share the model's states
-    wires: tuple[str, ...] = ()
-    planned: bool = True  # the engine allocates reduce slots once, as ours does
-    joins: bool = False  # it joins units where no parameters are sharded
-    division: Division | None = None
-    part: int = 0
-    host: Stage = Stage.ZERO
+    wires: tuple[str, ...]
+    planned: bool  # the engine allocates reduce slots once, as ours does
+    joins: bool  # it joins units where no parameters are sharded
+    division: Division | None
+    part: int
+    host: Stage
 
     @property
     def model(self) -> ModelSpec:
         return self.elements.model
-
-    @property
-    def _parallel(self) -> Parallel:
-        return WHOLE if self.division is None else self.division.parallel
 
     def state_bytes(self, block: Block) -> Floats:
         """Parameters, gradients, optimizer states, kept copies and slots of each layout, on the device."""
@@ -155,7 +151,7 @@ class MemoryBound:
         """Parameters, gradients and optimizer states where everything is sharded over all ranks."""
         work, world = self.workload, float(self.world)
         of_trained = DTYPE_BYTES[work.grad_dtype] + self._state_width
-        shards = {False: world, True: world / self._parallel.ep}
+        shards = {False: world, True: world / self.elements.ep}
         params, trained = (sum(self.elements.total[part][i] / shards[part] for part in shards) for i in range(2))
         fewer = self._fewer_moments / world
         return self.model.whole_bytes - fewer + DTYPE_BYTES[work.param_dtype] * params + of_trained * trained
@@ -175,9 +171,10 @@ class MemoryBound:
 
     def activation_bytes(self, sequences: int, recomputation: Recomputation) -> float:
         """Alive at the end of the forward of one micro-batch."""
-        work = self.workload.fixed(sequences, recomputation, self._parallel)
+        parallel = WHOLE if self.division is None else self.division.parallel
+        work = self.workload.fixed(sequences, recomputation, parallel)
         found = work.micro_batch_tokens * self.model.peak_activation_bytes(work.seq_len, recomputation)
         if self.division is None:
             return found
         count = work.global_batch_tokens // (work.micro_batch_tokens * self.world)
-        return found + held_bytes(self.division.parts[self.part], self._parallel, work, count)
+        return found + held_bytes(self.division.parts[self.part], parallel, work, count)

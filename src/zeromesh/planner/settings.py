@@ -21,6 +21,7 @@ class Setting:
     """A micro-batch and a recomputation, with what they take for any layout."""
 
     bounds: Bounds
+    parallel: Parallel
     micro_batch: int
     micro_batches: int
     recomputation: Recomputation
@@ -31,14 +32,14 @@ class Setting:
     def compute(self) -> ComputeSeconds:
         return self.bounds.micro_batch_s(self.micro_batch, self.recomputation)
 
-    def candidate(self, strategy: Strategy, parallel: Parallel, bound_s: float) -> Candidate:
+    def candidate(self, strategy: Strategy, bound_s: float) -> Candidate:
         """A layout with it."""
         return Candidate(
             strategy=strategy,
             micro_batch=self.micro_batch,
             micro_batches=self.micro_batches,
             recomputation=self.recomputation,
-            parallel=parallel,
+            parallel=self.parallel,
             bound_s=bound_s,
         )
 
@@ -62,6 +63,7 @@ def settings_of(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterat
             )
             yield Setting(
                 bounds=bounds,
+                parallel=parallel,
                 micro_batch=micro_batch,
                 micro_batches=micro_batches,
                 recomputation=recomputation,
