@@ -26,11 +26,8 @@ DEGREES = ("tp", "cp", "pp", "ep")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """Degrees of the parallelisms beside data: [Note: Mesh].
-
-    Raises:
-        InputError: a degree below 1, or a schedule that there is not or that takes no chunks.
-    """
+    """Degrees of the parallelisms beside data: [Note: Mesh]. Raises InputError for a degree below 1, or a schedule that
+    does not exist or takes no chunks."""
 
     tp: int = 1  # ranks that share the heads, the feed-forward and the vocabulary of each layer
     cp: int = 1  # ranks that share the tokens of each sequence

@@ -44,11 +44,7 @@ class Listing:
 
 
 def list_checkpoints(storage: Storage) -> Listing:
-    """Looks at the first line of every manifest.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """Looks at the first line of every manifest. Raises OSError if the directory cannot be read."""
     complete, refused, unfinished = [], [], []
     for name in storage.names():
         if not _NAME.fullmatch(name):

@@ -74,11 +74,7 @@ class RunCheckpoints:
         return None if self._newest is None else self._load(self._newest)
 
     def close(self) -> None:
-        """Waits for a save under way.
-
-        Raises:
-            CheckpointError: the last save failed.
-        """
+        """Waits for a save under way. Raises CheckpointError if the last save failed."""
         self._checkpoints.close()
 
     def _load(self, which: str) -> Restored | None:

@@ -76,11 +76,7 @@ class Cluster:
         return self.device.cores is not None
 
     def level(self, name: str) -> Level:
-        """The level called `name`.
-
-        Raises:
-            ClusterError: there is none.
-        """
+        """The level called `name`. Raises ClusterError if there is none."""
         for level in self.levels:
             if level.name == name:
                 return level

@@ -73,11 +73,8 @@ class Device:
         return wanted if wanted in dict(self.peak_flops) else self.matrix_dtype
 
     def peak(self, dtype: str | None = None) -> float:
-        """Dense peak in FLOP/s for `dtype` (default: `matrix_dtype`).
-
-        Raises:
-            ClusterError: the device states no peak for `dtype`.
-        """
+        """Dense peak in FLOP/s for `dtype` (default: `matrix_dtype`). Raises ClusterError if the device states no peak
+        for `dtype`."""
         wanted = dtype or self.matrix_dtype
         known = dict(self.peak_flops)
         if wanted not in known:

@@ -81,21 +81,14 @@ _DIGITS = 5
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """The cluster in the TOML file at `path`; missing values of a well-known device are filled in (`chips`).
-
-    Raises:
-        ClusterError: the file cannot be read, or a key is missing, unknown, unitless, negative or of the wrong type.
-    """
+    """The cluster in the TOML file at `path`; missing values of a well-known device are filled in (`chips`). Raises
+    ClusterError if the file cannot be read, or a key is missing, unknown, unitless, negative or of the wrong type."""
     text = read_text(path, kind="a cluster file", error=ClusterError)
     return complete(parse_cluster(text, where=str(path)))
 
 
 def parse_cluster(text: str, *, where: str = "cluster file") -> Cluster:
-    """The cluster in `text`; `where` opens every message.
-
-    Raises:
-        ClusterError: as `read_cluster`.
-    """
+    """The cluster in `text`; `where` opens every message. Raises ClusterError as `read_cluster`."""
     return cluster_of(parse_toml(text, where=where, error=ClusterError), where=where)
 
 

@@ -39,11 +39,8 @@ class Work:
 
     @classmethod
     def of(cls, spec: ModelSpec, *, dtypes: Sequence[str], sequences: int, tokens: int, kernels: str = "eager") -> Self:
-        """The work of `spec`.
-
-        Raises:
-            InputError: a dtype or kernels that cannot be measured, no block with attention, or no tokens.
-        """
+        """The work of `spec`. Raises InputError for a dtype or kernels that cannot be measured, no block with
+        attention, or no tokens."""
         if kernels not in MEASURED:
             raise InputError(f"--kernels of a probe must be {one_of(kernels, MEASURED)}")
         for dtype in dtypes:

@@ -26,11 +26,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset_shape(name: str) -> TransformerShape:
-    """The shape of a preset.
-
-    Raises:
-        ModelError: there is no such preset; the message names the nearest.
-    """
+    """The shape of a preset. Raises ModelError, which names the nearest, if there is no such preset."""
     shapes = preset_shapes()
     if name not in shapes:
         raise ModelError(

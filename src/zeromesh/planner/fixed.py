@@ -30,12 +30,8 @@ def simulate_choices(
     trace: bool = False,
 ) -> tuple[Choice, ...]:
     """Simulates a strategy with what the workload leaves open: the `top` fastest choices that fit, fastest first, else
-    the smallest; the first with its trace, if asked for.
-
-    Raises:
-        MeshError: the strategy does not fit the cluster's levels.
-        InputError: the batch does not divide, or a degree does not.
-    """
+    the smallest; the first with its trace, if asked for. Raises MeshError if the strategy does not fit the cluster's
+    levels; InputError if the batch or a degree does not divide."""
     evaluator = Evaluator(model, cluster, workload, engine, default_constants(), memory_margin)
     best, *others = fastest(evaluator, strategy, workload.parallel, top)
     return (evaluator.choice(best, record=trace), *map(evaluator.choice, others))

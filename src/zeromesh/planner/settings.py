@@ -90,10 +90,7 @@ def screened(evaluator: Evaluator, *, hosted: bool = False) -> list[tuple[Parall
 
     Where all degrees are given it is those. Else those that divide what they cut, without what cannot fit even if all
     state is sharded over all ranks, or lies in the host's memory if `hosted`; where none fits, the one that needs
-    least, for the message.
-
-    Raises:
-        InputError: the degrees do not divide, or of those that are left open none do.
+    least, for the message. Raises InputError if given degrees do not divide, or none of those that are left open does.
     """
     choices = list(evaluator.workload.parallels(evaluator.cluster.world))
     if len(choices) == 1:

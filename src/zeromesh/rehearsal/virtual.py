@@ -20,13 +20,8 @@ from zeromesh.rehearsal.attention import fuse_attention
 @contextmanager
 def virtual_rank(mesh: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
     """The mesh, of sizes by axis name, outermost first, whose other ranks are taken to hold, and to say, the same as
-    this one.
-
-    Raises:
-        MeshError: there is no such rank.
-        InputError: the process has a process group already, or the device cannot be had: there is no compiler, or torch
-            is not the one that it was written for.
-    """
+    this one. Raises MeshError if there is no such rank; InputError if the process has a process group already, or the
+    device cannot be had: there is no compiler, or torch is not the one that it was written for."""
     world = prod(mesh.values())
     if not 0 <= rank < world:
         raise MeshError(f"ranks of this mesh are 0 to {world - 1}, got {rank}")

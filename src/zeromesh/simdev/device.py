@@ -178,11 +178,8 @@ def reset_peak_memory() -> None:
 
 
 def counting_group(rank: int, world: int) -> None:
-    """Makes this process one rank of `world`: torch's default process group, for tensors of device and host.
-
-    Raises:
-        InputError: the device has not been started, or the rank is not one of the world's.
-    """
+    """Makes this process one rank of `world`: torch's default process group, for tensors of device and host. Raises
+    InputError if the device has not been started, or the rank is not one of the world's."""
     if _started is None:
         raise InputError("counting_group needs the simulated device: call zeromesh.simdev.start() first")
     if not 0 <= rank < world:

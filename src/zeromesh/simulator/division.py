@@ -54,11 +54,7 @@ class Division:
 
     @classmethod
     def of(cls, model: ModelSpec, cluster: Cluster, parallel: Parallel, *, seq_len: int) -> Division:
-        """Cuts both.
-
-        Raises:
-            InputError: a degree does not divide its dimension, or the model's shape is not known.
-        """
+        """Cuts both. Raises InputError if a degree does not divide its dimension, or the model's shape is not known."""
         if not parallel.cuts:
             part = Part(rank=0, count=1, model=model)
             return cls(parallel=parallel, whole=model, parts=(part,), cluster=cluster, groups=())

@@ -105,11 +105,8 @@ def owned_tensors(
     workload: FixedWorkload,
     mechanics: Mechanics,
 ) -> tuple[OwnedTensors, ...]:
-    """The owned tensors of the model with units `specs`, by the functions with which the engine chooses owners.
-
-    Raises:
-        InputError: Muon's matrices would not be whole.
-    """
+    """The owned tensors of the model with units `specs`, by the functions with which the engine chooses owners. Raises
+    InputError if Muon's matrices would not be whole."""
     layout, broadcast = schedule.layout, mechanics.owners == "broadcast"
     muon, adamw = workload.optimizer == "muon", workload.ownership == "owners" or broadcast
     if muon and broadcast and layout.degree(layout.param_axes) > 1:
