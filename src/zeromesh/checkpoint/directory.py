@@ -32,8 +32,6 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The checkpoints of a directory."""
-
     complete: tuple[Found, ...]  # newest first
     refused: tuple[str, ...]  # why other directories that are named like checkpoints are not, one line each
     unfinished: tuple[str, ...]  # those that a save has begun to fill, where there are no renames: without a manifest

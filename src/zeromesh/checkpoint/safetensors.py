@@ -221,7 +221,6 @@ class Stored:
         return True
 
     def whole(self) -> torch.Tensor:
-        """All of it, in host memory."""
         values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.fill(values.view(-1), 0)
         return values

@@ -90,7 +90,6 @@ for _name in IN_A_CHECKOUT:
 
 
 def main() -> None:
-    """The entry point of `zeromesh`."""
     run(app)
 
 

@@ -20,7 +20,6 @@ def _catalogue() -> dict[str, Any]:
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names of all presets, sorted."""
     return tuple(sorted(_catalogue()["clusters"]))
 
 

@@ -47,11 +47,9 @@ class Kernel:
                 raise ClusterError(f"a kernel's rates must be finite and above 0, got {rate}")
 
     def rate(self, *, backward: bool) -> float:
-        """The rate of one direction."""
         return self.backward if backward else self.forward
 
     def times(self, factor: float) -> Self:
-        """With both rates times `factor`."""
         return replace(self, forward=self.forward * factor, backward=self.backward * factor)
 
     def distance(self, shape: Sequence[float]) -> float:

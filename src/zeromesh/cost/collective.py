@@ -59,7 +59,6 @@ class CollectiveCost:
 
     @property
     def latency_s(self) -> float:
-        """The others."""
         return self.seconds - self.transfer_s
 
     def with_kernels(self, seconds: float, cores: float | None) -> CollectiveCost:

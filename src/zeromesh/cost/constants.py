@@ -103,7 +103,6 @@ class Provenance:
 
 @cache
 def default_constants() -> Constants:
-    """The shipped constants."""
     table = _table()
     links = {kind: entry["value"] for kind, entry in table["link_share"].items()}
     rest = {name: entry["value"] for name, entry in table.items() if name != "link_share"}

@@ -40,8 +40,6 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A line through timings."""
-
     line: Line  # through the medians of all rounds
     spread: float  # of the longest messages' timings: half the distance between the quartiles, over the median
     disagreement: float  # between the rates of the first and the second half of the rounds, over that of all

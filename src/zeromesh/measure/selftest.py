@@ -70,11 +70,9 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing has failed."""
         return all(check.status != "failed" for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """The result file."""
         return {**asdict(self), "passed": self.passed}
 
 

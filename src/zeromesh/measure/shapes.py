@@ -6,7 +6,6 @@ from zeromesh.model.shape import TransformerShape
 
 
 def llama_shape(hidden: int, ffn: int, layers: int, heads: int, vocab: int = 512) -> TransformerShape:
-    """The sizes of a Llama."""
     return TransformerShape(
         name=f"Llama of {layers} layers of {hidden}",
         family="llama",

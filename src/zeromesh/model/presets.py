@@ -14,7 +14,6 @@ from zeromesh.model.transformer import build
 
 @cache
 def preset_shapes() -> dict[str, TransformerShape]:
-    """Every preset's shape by name, in the order of the data file."""
     known = tomllib.loads(resources.files("zeromesh.model").joinpath("presets.toml").read_text())
     models = {name: {"family": "llama"} | fields for name, fields in known["models"].items()}
     bases = {name: known["families"].get(fields["family"], {}) for name, fields in models.items()}

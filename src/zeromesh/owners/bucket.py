@@ -76,8 +76,6 @@ GRADIENT, VALUES = 0, 1
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class OwnedBucket:
-    """A bucket on this rank."""
-
     optimizer: Optimizer  # over the tensors that this rank owns
     members: Sequence[Member]  # all tensors of the bucket, the same on all ranks
     rank: int  # this one, among those that hold one copy of the states

@@ -129,7 +129,6 @@ class Bounds:
         return TransferModel.of(self.cluster, self.constants, self.compute)
 
     def micro_batch_s(self, sequences: int, recomputation: Recomputation) -> ComputeSeconds:
-        """Seconds of the forward and backward of one micro-batch."""
         seq_len = self.workload.seq_len
         if self.division is not None:
             return self._divided_s(self.division, self.workload.fixed(sequences, recomputation, self._parallel))

@@ -47,8 +47,6 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Step time and peak memory, of the device and of its host."""
-
     candidate: Candidate
     step_s: float
     memory_bytes: float
@@ -61,8 +59,6 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A candidate with its whole simulation."""
-
     candidate: Candidate
     simulation: Simulation
 
@@ -115,7 +111,6 @@ class Evaluator:
         return self.cluster.host_limit_bytes / self.cluster.machine_devices
 
     def fits(self, estimate: Estimate) -> bool:
-        """Whether it stays within both limits."""
         return self._within(estimate.memory_bytes, estimate.host_memory_bytes)
 
     def has_room(self, candidate: Candidate) -> bool:
@@ -184,7 +179,6 @@ class Evaluator:
         return setups
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """Step time and memory of `candidate`."""
         if candidate not in self._estimates:
             found = simulate_few(self._setups(candidate))
             if found is None:
@@ -204,7 +198,6 @@ class Evaluator:
         return min(found, key=lambda estimate: (not self.fits(estimate), estimate.step_s))
 
     def choice(self, candidate: Candidate, *, record: bool = False) -> Choice:
-        """`candidate` with its `simulation`."""
         return Choice(candidate=candidate, simulation=self.simulation(candidate, record=record))
 
     def simulation(self, candidate: Candidate, *, record: bool = False) -> Simulation:

@@ -39,8 +39,6 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """One alternative."""
-
     name: str  # that people call it by
     strategy: str  # in the notation
     outcome: Outcome  # excluded: it does not fit

@@ -35,16 +35,12 @@ NAMES = ("metrics.jsonl", "trainer_state.json", "train_results.json", "all_resul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """Seconds of a step, and whose they are."""
-
     step_s: float
     source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A device calibrated by a measured step."""
-
     measured: MeasuredStep
     predicted_s: float  # before the calibration
     factor: float  # of the device's rates

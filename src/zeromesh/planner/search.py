@@ -84,7 +84,6 @@ class Found:
 
     @property
     def best(self) -> Estimate:
-        """The fastest that fits."""
         return self.ranked[0]
 
     @property

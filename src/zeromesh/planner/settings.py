@@ -33,7 +33,6 @@ class Setting:
         return self.bounds.micro_batch_s(self.micro_batch, self.recomputation)
 
     def candidate(self, strategy: Strategy, bound_s: float) -> Candidate:
-        """A layout with it."""
         return Candidate(
             strategy=strategy,
             micro_batch=self.micro_batch,

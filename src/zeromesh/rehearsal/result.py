@@ -161,8 +161,6 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """The rehearsal of one rank's step."""
-
     model: str
     strategy: str
     mesh: tuple[tuple[str, int], ...]  # (axis, size), outermost first

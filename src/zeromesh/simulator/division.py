@@ -44,8 +44,6 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """A model and a cluster, cut."""
-
     parallel: Parallel
     whole: ModelSpec
     parts: tuple[Part, ...]  # one for each kind of rank of a pipeline, by rank; one alone where there is none

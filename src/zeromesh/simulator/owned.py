@@ -62,12 +62,10 @@ class OwnedTensors:
 
     @property
     def numel(self) -> int:
-        """Elements of all tensors."""
         return sum(tensor.numel for tensor in self.tensors)
 
     @property
     def share(self) -> OwnersShare:
-        """How even that is."""
         held, ranks = self.held_bytes, len(self.held_bytes)
         mean = sum(self.owners.loads) / ranks
         return OwnersShare(

@@ -190,7 +190,6 @@ class Setup:
 
     @property
     def model(self) -> ModelSpec:
-        """This rank's part."""
         return self.part.model
 
     @property
@@ -280,7 +279,6 @@ class Setup:
         )
 
     def peak_memory(self, activations: Activations) -> MemoryBytes:
-        """Peak memory of a step with these activations."""
         stepping = max(self.mechanics.step_bytes * state_elements(self.schedule), self.room_bytes)
         return self.memory(max(activations.peak, stepping + streamed_bytes(self.schedule)))
 
@@ -386,7 +384,6 @@ class Step:
         return totals
 
     def run_first_forward(self) -> None:
-        """That alone."""
         self._updated()
         self.backend.micro_batch = 0
         run_forward(self.interpreter, compute=self._compute, returned=self.returned.__contains__, parts=self.units)
