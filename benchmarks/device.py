@@ -49,7 +49,7 @@ from zeromesh.cluster.device import Device
 from zeromesh.cluster.level import Level
 from zeromesh.measure.llama import Llama, loss_of
 from zeromesh.measure.setting import read_setting
-from zeromesh.measure.shapes import SHAPES, llama_shape
+from zeromesh.measure.work import SHAPES, llama_shape
 from zeromesh.model.shape import TransformerShape
 from zeromesh.model.spec import Recomputation
 from zeromesh.planner.workload import Workload

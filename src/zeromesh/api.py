@@ -101,7 +101,7 @@ def with_dtypes(workload: Workload, model: nn.Module, options: Mapping[str, Any]
 def auto_strategy(model: nn.Module, mesh: DeviceMesh, cluster: Cluster | str, workload: Workload) -> Plan:
     """The planner's choice for `model` on `mesh`, whose axes must be the cluster's levels."""
     from zeromesh.engine.build import mesh_axes
-    from zeromesh.model.module_recomputation import recomputes
+    from zeromesh.model.module_units import recomputes
     from zeromesh.model.spec import Recomputation
 
     axes = mesh_axes(mesh, ())

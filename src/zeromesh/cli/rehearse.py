@@ -36,8 +36,8 @@ def rehearse(
     Model, optimizer and engine are the real ones. Memory is reserved but not touched, kernels only compute shapes, and
     collectives are counted. The exit code is 0, 1 if the run would fail, or 2 for wrong input.
     """
-    from zeromesh.rehearsal.compare import failures_of
     from zeromesh.rehearsal.launch import rehearse_config
+    from zeromesh.rehearsal.result import failures_of
     from zeromesh.rehearsal.show import print_rehearsal, rehearsal_page
 
     if world < 0:

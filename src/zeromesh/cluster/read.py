@@ -69,10 +69,8 @@ from pydantic import (
 from zeromesh import units
 from zeromesh.cluster.chips import complete
 from zeromesh.cluster.cluster import Cluster
-from zeromesh.cluster.curve import OPERATIONS, Curve
-from zeromesh.cluster.device import MATRIX_DTYPES, Device
-from zeromesh.cluster.kernel import Kernel
-from zeromesh.cluster.level import Level
+from zeromesh.cluster.device import MATRIX_DTYPES, Device, Kernel
+from zeromesh.cluster.level import OPERATIONS, Curve, Level
 from zeromesh.errors import ClusterError, InputError, nearest
 from zeromesh.files.users import parse_toml, read_text
 

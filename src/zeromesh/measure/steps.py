@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeromesh.cluster.cluster import Cluster
 from zeromesh.errors import InputError, nearest, one_of
-from zeromesh.measure.shapes import SHAPES
-from zeromesh.measure.work import DTYPES, Work
+from zeromesh.measure.work import DTYPES, SHAPES, Work
 from zeromesh.model.spec import ModelSpec
 from zeromesh.model.transformer import build
 from zeromesh.simulator.result import Simulation
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 class Batch:
     """One rank's batch of a step."""
 
-    model: str = "7M"  # a name of `shapes.SHAPES`
+    model: str = "7M"  # a name of `work.SHAPES`
     dtype: str = "fp32"  # of compute and of both wires; masters and sums are fp32
     sequences: int = 2  # of one micro-batch
     tokens: int = 64

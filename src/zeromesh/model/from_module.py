@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from zeromesh.errors import ModelError
-from zeromesh.model.module_recomputation import without_recomputation
 from zeromesh.model.module_trace import AttentionTrace, Most, Product, StepByStep, UnitTrace, storage_of, trace
-from zeromesh.model.module_units import CutUnit, cut
+from zeromesh.model.module_units import CutUnit, cut, without_recomputation
 from zeromesh.model.module_values import KnownValues, Recording
 from zeromesh.model.spec import (
     ActivationSpec,

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeromesh.cost.memory import overhead_bytes
 from zeromesh.errors import InputError
 from zeromesh.model.spec import Recomputation
 from zeromesh.parallel import Parallel
@@ -54,8 +53,7 @@ def settings_of(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterat
     for recomputation in workload.recomputations():
         for micro_batch, micro_batches in workload.splits(bounds.cluster.world, parallel):
             activations = of_memory.memory.activation_bytes(micro_batch, recomputation)
-            overhead = overhead_bytes(
-                bounds.constants,
+            overhead = bounds.constants.overhead_bytes(
                 messages=bounds.cluster.messages,
                 communicators=bounds.mechanics.communicators * sum(size > 1 for _, size in bounds.cluster.axes),
                 dynamic_bytes=activations,

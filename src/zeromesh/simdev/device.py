@@ -1,22 +1,22 @@
-"""The device itself: started once in a process, in one mode."""
+"""The device itself: started once in a process, in one mode; and process groups for its tensors."""
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.utils import backend_registration
 
 from zeromesh.errors import InputError
 from zeromesh.simdev import module
 from zeromesh.simdev.build import as_value, native
-from zeromesh.simdev.groups import COUNTING, register_backends
 
 NAME = "simdev"
 
@@ -185,3 +185,33 @@ def counting_group(rank: int, world: int) -> None:
     if not 0 <= rank < world:
         raise InputError(f"rank must be 0 to {world - 1} in a world of {world}; got {rank}")
     dist.init_process_group(COUNTING, store=HashStore(), rank=rank, world_size=world)
+
+
+BACKEND = "simccl"
+"""Ordered by streams as NCCL's; data goes through gloo."""
+
+COUNTING = "simcount"
+"""The same for one process that is a rank of any world: the others are taken to hold what this one holds."""
+
+
+def register_backends(*, alone: bool) -> None:
+    """The first is what torch takes for the device by default: without gloo where a process is `alone`."""
+    names = {BACKEND: _through_gloo, COUNTING: _counting}
+    for name in sorted(names, reverse=alone):
+        devices = ["simdev"] if name == BACKEND else ["simdev", "cpu"]
+        dist.Backend.register_backend(name, names[name], extended_api=True, devices=devices)
+
+
+def _timeout(options: Any) -> datetime.timedelta:
+    given = options.timeout
+    return given if isinstance(given, datetime.timedelta) else datetime.timedelta(seconds=float(given))
+
+
+def _through_gloo(options: Any, _: Any) -> Any:
+    store = PrefixStore("simccl", options.store)
+    gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, _timeout(options))
+    return native().make_group(options.group_rank, options.group_size, gloo, _timeout(options))
+
+
+def _counting(options: Any, _: Any) -> Any:
+    return native().make_group(options.group_rank, options.group_size, None, _timeout(options))

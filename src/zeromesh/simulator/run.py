@@ -14,7 +14,6 @@ from typing import TypeVar
 from zeromesh.cluster.cluster import Cluster
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants, default_constants
-from zeromesh.cost.memory import overhead_bytes
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.errors import InputError, NotationError
 from zeromesh.model.spec import ModelSpec, UnitSpec
@@ -212,8 +211,7 @@ class Setup:
         """Memory of one device, given the peak of dynamic memory."""
         lent = lent_axes(self.schedule.layouts, lambda _, axis: (axis.mesh_axis, axis.size, axis.stride))
         axes = sum(axis.size > 1 for axis in self.schedule.axes) - len(lent) + len(self.division.groups)
-        overhead = overhead_bytes(
-            self.constants,
+        overhead = self.constants.overhead_bytes(
             messages=self.cluster.messages,
             communicators=self.mechanics.communicators * axes,
             dynamic_bytes=dynamic_bytes,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zeromesh.collectives.ho_ring.slices import WINDOW, slice_bytes, sum_terms
+from zeromesh.collectives.ho_ring.cost import WINDOW, slice_bytes, sum_terms
 from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, Wait, chunks_of
 from zeromesh.comm.messages import SumScratch, parts, pieces, post, sum_dtype
 from zeromesh.comm.transport import carried
