@@ -164,11 +164,8 @@ class NonFinite:
         self.in_a_row = 0
 
     def judge(self, fault: str) -> Remedy:
-        """Counts a bad step; `fault` names it, and the number that was not finite.
-
-        Raises:
-            NonFiniteError: the remedy is to stop, or a bound is exceeded.
-        """
+        """Counts a bad step; `fault` names it, and the number that was not finite. Raises NonFiniteError if the remedy
+        is to stop, or a bound is exceeded."""
         self.in_a_row += 1
         if self.remedy == "stop":
             raise NonFiniteError(

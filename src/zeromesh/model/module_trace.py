@@ -324,11 +324,8 @@ def trace(
     """One forward and backward of `module` on `inputs`, inside a FakeTensorMode.
 
     Inputs are by keyword, and "*" is a tuple of positional ones; of those that are no fake tensors the values count.
-    `values` learns theirs and those of results. Without `most` any number of operations may run.
-
-    Raises:
-        ModelError: the module cannot run on fake tensors, or gives nothing that a loss could be made of.
-        StepByStep: it runs more than `most`.
+    `values` learns theirs and those of results. Without `most` any number of operations may run. Raises ModelError if
+    the module cannot run on fake tensors, or gives nothing that a loss could be made of; StepByStep beyond `most`.
     """
     tracer = Tracer(module, units, values, most)
     with ExitStack() as stack:

@@ -142,7 +142,6 @@ class CurveChart:
     spans: tuple[Span, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
-    x_name: str
     caption: str = ""
 
 

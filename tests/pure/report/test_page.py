@@ -58,7 +58,6 @@ def small_page() -> Page:
         spans=(Span(kind="spot", left=0, width=100, label="step 1: training 2"),),
         x_ticks=(Tick(at=0.0, label="1"),),
         y_ticks=(Tick(at=50.0, label="1.5"),),
-        x_name="step",
         caption="a band",
     )
     segments = (
