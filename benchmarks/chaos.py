@@ -218,11 +218,8 @@ def soak(
     report: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:
     """Jobs one after another until `kills` ranks have been killed; `seed` decides when who is. After `kills_a_job` a
-    job is left to end. `report` is told after every kill and every job.
-
-    Raises:
-        ChaosError: a checkpoint was lost, a job failed, or its result differs.
-    """
+    job is left to end. `report` is told after every kill and every job. Raises ChaosError if a checkpoint was lost,
+    a job failed, or its result differs."""
     started = time.monotonic()
     outcome = Outcome(asked=kills)
 
