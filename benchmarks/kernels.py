@@ -95,34 +95,26 @@ class Case:
         memory = torch.zeros(self.form.memory_bytes(Messages.longest), dtype=torch.uint8)
         quantiser = Quantiser(self.form, Messages.longest, memory, generator(self.form))
 
-        def pieces() -> Iterator[tuple[slice, slice]]:
-            for part in parts(self.values.numel(), Messages.longest):
-                yield part, slice(self.form.message_bytes(part.start), self.form.message_bytes(part.stop))
+        def by_piece(call: Callable[[slice, slice], object]) -> Callable[[], object]:
+            """`call` gets the elements of a piece and the bytes of its message, piece after piece."""
 
-        def quantise() -> None:
-            for part, room in pieces():
-                quantiser.quantise(self.values[part], self.messages[0][room])
+            def run() -> None:
+                for part in parts(self.values.numel(), Messages.longest):
+                    call(part, slice(self.form.message_bytes(part.start), self.form.message_bytes(part.stop)))
 
-        def dequantise() -> None:
-            for part, room in pieces():
-                quantiser.dequantise(self.messages[0][room], self.target[part])
+            return run
 
-        def reduce() -> None:
-            for part, room in pieces():
-                quantiser.reduce(self.messages[:, room], self.values[part], 0, self.mean, part)
-
-        def requantise() -> None:
-            for part, room in pieces():
-                values, message = self.values[part], self.message[room]
-                quantiser.requantise(self.messages[:, room], values, 0, self.mean, part, message)
-
-        copy = lambda: self.target.copy_(self.values)  # noqa: E731
+        values, target, messages, mean = self.values, self.target, self.messages, self.mean
         return {
-            "copy": copy,
-            "quantise": quantise,
-            "dequantise": dequantise,
-            "reduce": reduce,
-            "requantise": requantise,
+            "copy": lambda: target.copy_(values),
+            "quantise": by_piece(lambda part, room: quantiser.quantise(values[part], messages[0][room])),
+            "dequantise": by_piece(lambda part, room: quantiser.dequantise(messages[0][room], target[part])),
+            "reduce": by_piece(lambda part, room: quantiser.reduce(messages[:, room], values[part], 0, mean, part)),
+            "requantise": by_piece(
+                lambda part, room: quantiser.requantise(
+                    messages[:, room], values[part], 0, mean, part, self.message[room]
+                )
+            ),
         }
 
 
