@@ -49,15 +49,10 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The simulated device of this process.
+    """The simulated device of this process."""
 
-    Args:
-        virtual: whether memory is reserved only, and kernels compute shapes only.
-        clock: of a device that is clocked, which is virtual too.
-    """
-
-    virtual: bool
-    clock: Clock | None = None
+    virtual: bool  # memory is reserved only, and kernels compute shapes only
+    clock: Clock | None = None  # of a device that is clocked, which is virtual too
 
     @property
     def mode(self) -> str:
@@ -70,25 +65,17 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStats:
-    """Figures of the device's allocator, which works as torch's for CUDA does.
+    """Figures of the device's allocator, which works as torch's for CUDA does."""
 
-    Args:
-        allocated_bytes, peak_allocated_bytes: that live tensors asked for.
-        rounded_bytes, peak_rounded_bytes: of their blocks; what torch.cuda.memory_allocated() counts.
-        reserved_bytes, peak_reserved_bytes: of segments that were taken from the device.
-        blocks, segments: how many there are.
-        retries: how often free segments were given back, since another one would have gone beyond `memory_limit`.
-    """
-
-    allocated_bytes: int
+    allocated_bytes: int  # that live tensors asked for
     peak_allocated_bytes: int
-    rounded_bytes: int
+    rounded_bytes: int  # of their blocks; what torch.cuda.memory_allocated() counts
     peak_rounded_bytes: int
-    reserved_bytes: int
+    reserved_bytes: int  # of segments that were taken from the device
     peak_reserved_bytes: int
     blocks: int
     segments: int
-    retries: int
+    retries: int  # how often free segments were given back, since another one would have gone beyond `memory_limit`
 
 
 LaunchOrder = Literal["none", "implicit"]
