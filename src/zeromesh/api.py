@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from zeromesh.errors import InputError, MeshError
 from zeromesh.planner.evaluate import Choice
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from zeromesh.cluster.cluster import Cluster
     from zeromesh.model.spec import ModelSpec
-
-ModelT = TypeVar("ModelT", bound="nn.Module")
 
 
 def plan(
