@@ -105,12 +105,10 @@ FREE = CollectiveCost(seconds=0.0)
 def collective_cost(
     group: Group, operation: Operation, full_bytes: float, constants: Constants, *, algorithm: str = "flat"
 ) -> CollectiveCost:
-    """Cost of `operation` over `group`; zero for a group of one.
+    """Cost of `operation` over `group`; zero for a group of one. `algorithm` is the collective's name in the notation.
 
-    Args:
-        full_bytes: of the whole buffer on the wire: the result of a gather, the input of a reduction, one rank's
-            share before an all-to-all, the message of a broadcast.
-        algorithm: the collective, by its name in the notation.
+    `full_bytes` are those of the whole buffer on the wire: the result of a gather, the input of a reduction, one rank's
+    share before an all-to-all, the message of a broadcast.
     """
     if full_bytes < 0:
         raise InternalError(f"a collective of {full_bytes} bytes")

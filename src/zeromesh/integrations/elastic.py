@@ -89,10 +89,7 @@ _acts: list[Callable[[], None]] = []  # called by the handler
 def noticing(*numbers: int, twice: bool = False) -> Iterator[None]:
     """Notes signals instead of ending the process. Does nothing outside the main thread, which alone gets signals.
 
-    Args:
-        numbers: of the signals.
-        twice: whether a second one raises SystemExit. A rank that a launcher started may get one signal from several
-            senders.
+    A second one raises SystemExit if `twice`: a rank that a launcher started may get one signal from several senders.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

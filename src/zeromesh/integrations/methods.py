@@ -75,10 +75,7 @@ def require_processes(sharding: Sharding, count: int) -> None:
 
 def shard_model(sharding: Sharding, model: nn.Module) -> Any:
     """Shards `model`, and gives it the methods that libraries call on their wrappers: `no_sync`, and transformers' own.
-
-    Returns:
-        By parameter as it was, the shard that it became; weak in the former.
-    """
+    Returns the shard that each parameter became; weak in those."""
     before = list(model.named_parameters(remove_duplicate=False))
     own = next((param.dtype for param in model.parameters() if param.dtype in DTYPE_NAMES), None)
     if "transformers" not in sys.modules:  # so it is none of theirs

@@ -117,10 +117,9 @@ def measure_round(
     """Measures steps of a model that has taken at least one, in which the engine has learnt the order of its units:
     so many are timed, and so many recorded after them; `mark` is called before and after all, while none is under way.
 
-    Returns:
-        Seconds of each timed step, waits of each recorded one and bytes that a rank sends by axis (all means over the
-        ranks, which wait for each other and so take the same time in the long run), model state in bytes, this rank's
-        events by recorded step, and how many steps lie between the marks.
+    Returns seconds of each timed step, waits of each recorded one and bytes that a rank sends by axis (all means over
+    the ranks, which wait for each other and so take the same time in the long run), model state in bytes, this rank's
+    events by recorded step, and how many steps lie between the marks.
     """
     import torch.distributed as dist
 

@@ -125,12 +125,8 @@ def _require_place() -> None:
 
 @contextmanager
 def launch_order(order: LaunchOrder) -> Iterator[None]:
-    """Inside, collectives of several communicators are ordered so on the device.
-
-    Args:
-        order: "none", each stream for itself, as outside; or "implicit", each once all that were launched before it
-            have begun, as with NCCL_LAUNCH_ORDER_IMPLICIT.
-    """
+    """Inside, collectives of several communicators are ordered so on the device: "none", each stream for itself, as
+    outside; "implicit", each once all that were launched before have begun, as with NCCL_LAUNCH_ORDER_IMPLICIT."""
     native().keep_launch_order(order == "implicit")
     try:
         yield
@@ -139,12 +135,8 @@ def launch_order(order: LaunchOrder) -> Iterator[None]:
 
 
 def memory_stats(*, host: bool = False) -> MemoryStats:
-    """Memory of the device, and its peak since `reset_peak_memory`.
-
-    Args:
-        host: of the host of a virtual device instead: memory that was asked for as the host's, and results of
-            operators on it.
-    """
+    """Memory of the device, and its peak since `reset_peak_memory`; or of the `host` of a virtual device: memory that
+    was asked for as the host's, and results of operators on it."""
     return as_value(MemoryStats, native().memory_stats(host))
 
 
