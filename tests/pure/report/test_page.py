@@ -34,7 +34,6 @@ from zeromesh.report.page import (
     Remark,
     Row,
     Section,
-    Segment,
     Span,
     Table,
     Tick,
@@ -61,8 +60,8 @@ def small_page() -> Page:
         caption="a band",
     )
     segments = (
-        Segment(kind="params", left=0.0, width=25.0, label="params: 2 GB", value_bytes=2e9),
-        Segment(kind="grads", left=25.0, width=12.5, label="grads: 1 GB", value_bytes=1e9),
+        Span(kind="params", left=0.0, width=25.0, label="params: 2 GB", value_bytes=2e9),
+        Span(kind="grads", left=25.0, width=12.5, label="grads: 1 GB", value_bytes=1e9),
     )
     memory = MemoryChart(
         caption="beneath it",
