@@ -9,7 +9,7 @@ every member (B the whole buffer), an all-reduce twice that in twice the steps. 
 The term in brackets is a short transfer's loss to protocol and chunking; NCCL's measured curves need it
 inside a node only: between nodes the latency of the steps explains them. The sum is monotone in B since power <= 1.
 
-Of a level whose file has curves, the measured time is taken instead: `cluster.curve`. Where it has none and says
+Of a level whose file has curves, the measured time is taken instead: `cluster.level`. Where it has none and says
 the share that an operation reaches of the rate, that is the rate.
 
 An all-reduce may also be a double binary tree, whose latency grows with the logarithm: the smaller of the two is taken,
