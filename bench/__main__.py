@@ -52,7 +52,7 @@ def bench(
     """
     from bench.matrix import make_cells
     from bench.rows import make_rows, noise_of
-    from zeromesh.cli.signals import exiting_on_signals
+    from zeromesh.cli.measuring import exiting_on_signals
     from zeromesh.measure.launch import under_torchrun
     from zeromesh.measure.steps import Batch
     from zeromesh.measure.work import DTYPES

@@ -56,11 +56,8 @@ class Topology:
 
     @property
     def mesh(self) -> Mesh:
-        """Sizes of its levels, outermost first; levels of one member are left out of an emulated cluster's.
-
-        Raises:
-            MeshError: an emulated cluster has no level of several members, or more than three.
-        """
+        """Sizes of its levels, outermost first; levels of one member are left out of an emulated cluster's. Raises
+        MeshError if that has no level of several members, or more than three."""
         tree = self.tree
         if tree is None:
             return parse_mesh(self.text)
@@ -97,15 +94,10 @@ class Cell:
 
 
 def make_cells(topologies: Sequence[str], strategies: Sequence[str], batches: Sequence[Batch]) -> list[Cell]:
-    """The cells of a matrix, topology by topology.
+    """The cells of a matrix, topology by topology; each batch is run with every strategy.
 
-    Args:
-        topologies: none: `TOPOLOGIES`.
-        strategies: none: `STRATEGIES` of as many levels. A topology leaves out those that name other levels.
-        batches: each is run with every strategy.
-
-    Raises:
-        InputError: a topology or strategy is wrong, or nothing is left.
+    Without topologies those of `TOPOLOGIES`, without strategies those of `STRATEGIES` of as many levels. A topology
+    leaves out strategies that name other levels. Raises InputError if one is wrong, or nothing is left.
     """
     cells = [
         Cell(topology=topology.text, strategy=strategy, batch=batch)

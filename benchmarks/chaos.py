@@ -1,6 +1,6 @@
 """Kills ranks of a training job at random moments, again and again: no announced checkpoint is lost, nothing changes.
 
-    python benchmarks/chaos.py --kills 100 -o benchmarks/results/chaos.json
+    python -m benchmarks.chaos --kills 100 -o benchmarks/results/chaos.json
 
 A job of two ranks trains a small model and saves after every step, so that about every second kill comes during a save.
 After each kill of a random rank the others are killed too, as torchrun does, and the job starts again from the newest
@@ -16,7 +16,6 @@ The output is written anew after every kill, so what was reached counts even if 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -40,6 +39,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeromesh as zm
+from benchmarks.harness import parser
 from zeromesh.checkpoint.directory import list_checkpoints
 from zeromesh.checkpoint.storage import LocalStorage
 from zeromesh.files.users import write_whole
@@ -218,11 +218,8 @@ def soak(
     report: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:
     """Jobs one after another until `kills` ranks have been killed; `seed` decides when who is. After `kills_a_job` a
-    job is left to end. `report` is told after every kill and every job.
-
-    Raises:
-        ChaosError: a checkpoint was lost, a job failed, or its result differs.
-    """
+    job is left to end. `report` is told after every kill and every job. Raises ChaosError if a checkpoint was lost,
+    a job failed, or its result differs."""
     started = time.monotonic()
     outcome = Outcome(asked=kills)
 
@@ -258,17 +255,16 @@ def _digests(directory: Path) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--output", type=Path)
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--kills", type=int, default=100)
+    options.add_argument("--seed", type=int, default=0)
+    arguments = options.parse_args()
 
     def report(outcome: Outcome) -> None:
         print(f"{outcome.kills} kills, {outcome.jobs} jobs, {outcome.seconds} s", file=sys.stderr, flush=True)
-        if arguments.output:
+        if arguments.out:
             text = json.dumps({"setting": read_setting(), **asdict(outcome)}, indent=2)
-            write_whole(arguments.output, text + "\n")
+            write_whole(arguments.out, text + "\n")
 
     with tempfile.TemporaryDirectory() as directory:
         outcome = soak(arguments.kills, Path(directory), seed=arguments.seed, report=report)

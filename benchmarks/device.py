@@ -1,8 +1,8 @@
 """One process on a GPU beside plain PyTorch and FSDP2: step time, host time, and peak memory against the prediction.
 
-    python benchmarks/device.py --out benchmarks/results/device.json
-    python benchmarks/device.py --ranks 8 --strategies node=3 "node[4]=3,node[2]=1"   # as one rank of eight
-    python benchmarks/device.py --device cpu --model tiny --tokens 32 --pairs 3        # that the script works
+    python -m benchmarks.device --out benchmarks/results/device.json
+    python -m benchmarks.device --ranks 8 --strategies node=3 "node[4]=3,node[2]=1"   # as one rank of eight
+    python -m benchmarks.device --device cpu --model tiny --tokens 32 --pairs 3        # that the script works
 
 Nothing is sent. With one rank, the figures are the cost of hooks, flat buffers and casts. With more, the process group
 is torch's fake one, whose collectives return at once: sharding, streams, copies and slots are those of a real rank, and
@@ -26,14 +26,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,12 +41,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeromesh as zm
+from benchmarks.harness import in_turns, itself, parser, ratio
 from zeromesh.cluster.cluster import Cluster
 from zeromesh.cluster.device import Device
 from zeromesh.cluster.level import Level
 from zeromesh.measure.llama import Llama, loss_of
 from zeromesh.measure.setting import read_setting
-from zeromesh.measure.shapes import SHAPES, llama_shape
+from zeromesh.measure.work import SHAPES, llama_shape
 from zeromesh.model.shape import TransformerShape
 from zeromesh.model.spec import Recomputation
 from zeromesh.planner.workload import Workload
@@ -145,32 +143,30 @@ def host_seconds(step: Step, device: str, *, short: bool = True) -> float:
 
 
 def compare(strategy: str, peer: str, setting: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The ratio of the medians of interleaved pairs, with the quartiles of the pairs' ratios."""
-    sides = [make_step(side, setting, args)[0] for side in (strategy, peer)]
-    for step in (*sides, *sides):
+    """The ratios of interleaved pairs: of whole steps, and of the time until short ones have returned."""
+    steps = {"ours": make_step(strategy, setting, args)[0], "peer": make_step(peer, setting, args)[0]}
+    for step in (*steps.values(), *steps.values()):
         step(False)
-    whole: tuple[list[float], list[float]] = ([], [])
-    host: tuple[list[float], list[float]] = ([], [])
-    for index in range(args.pairs):
-        for side in (0, 1) if index % 2 else (1, 0):
-            sides[side](False)
-            whole[side].append(timed(sides[side], args.device))
-            sides[side](True)
-            host[side].append(host_seconds(sides[side], args.device))
-    ratios = [ours / theirs for ours, theirs in zip(*whole, strict=True)]
-    (ours, theirs), (our_host, their_host) = (list(map(statistics.median, each)) for each in (whole, host))
+    host: dict[str, list[float]] = {side: [] for side in steps}
+
+    def turn(side: str) -> float:
+        step = steps[side]
+        step(False)
+        seconds = timed(step, args.device)
+        step(True)
+        host[side].append(host_seconds(step, args.device))
+        return seconds
+
+    whole = in_turns({side: partial(turn, side) for side in steps}, args.pairs, warm_up=0)
+    issued = ratio(host["ours"], host["peer"])
     return {
         "strategy": strategy,
         "peer": peer,
         "setting": setting,
-        "ratio": round(ours / theirs, 4),
-        "ratio_quartiles": [round(quartile, 4) for quartile in statistics.quantiles(ratios, n=4)],
-        "ours_s": round(ours, 6),
-        "peer_s": round(theirs, 6),
-        "host_ratio": round(our_host / their_host, 4),
-        "our_host_s": round(our_host, 6),
-        "peer_host_s": round(their_host, 6),
-        "pairs": args.pairs,
+        **ratio(whole["ours"], whole["peer"]),
+        "host_ratio": issued["ratio"],
+        "our_host_s": issued["ours_s"],
+        "peer_host_s": issued["peer_s"],
     }
 
 
@@ -228,11 +224,8 @@ def cluster_of(ranks: int) -> Cluster:
 
 
 def peak_alone(side: str, setting: str, args: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--side", side, "--settings", setting, "--micro-batches", "2"]
-    for name in ("device", "model", "sequences", "tokens", "ranks"):
-        command += [f"--{name}", str(getattr(args, name))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    same = [f"--{name}={getattr(args, name)}" for name in ("device", "model", "sequences", "tokens", "ranks")]
+    line: dict[str, Any] = itself("device", f"--side={side}", "--settings", setting, "--micro-batches", 2, *same)
     return line
 
 
@@ -247,24 +240,23 @@ def setting_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--model", choices=MODELS, default="370M")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--micro-batches", type=int, default=2)
-    parser.add_argument("--sequences", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--pairs", type=int, default=50)
-    parser.add_argument("--ranks", type=int, default=1, help="of which this process is one")
-    parser.add_argument("--strategies", nargs="+", default=["node=3"], help="of zeromesh, on one axis, node")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=["plain", "FSDP2"])
-    parser.add_argument("--side", help="print only this side's peak")
-    parser.add_argument("--out", default="")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options.add_argument("--model", choices=MODELS, default="370M")
+    options.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    options.add_argument("--micro-batches", type=int, default=2)
+    options.add_argument("--sequences", type=int, default=4)
+    options.add_argument("--tokens", type=int, default=1024)
+    options.add_argument("--pairs", type=int, default=50)
+    options.add_argument("--ranks", type=int, default=1, help="of which this process is one")
+    options.add_argument("--strategies", nargs="+", default=["node=3"], help="of zeromesh, on one axis, node")
+    options.add_argument("--peers", nargs="+", choices=PEERS, default=["plain", "FSDP2"])
+    options.add_argument("--side", help="print only this side's peak")
+    args = options.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device; --device cpu --model tiny shows that the script works")
+        options.error("torch finds no CUDA device; --device cpu --model tiny shows that the script works")
     if args.pairs < 2:
-        parser.error(f"--pairs must be at least 2, for quartiles; got {args.pairs}")
+        options.error(f"--pairs must be at least 2, for quartiles; got {args.pairs}")
     return args
 
 
@@ -300,7 +292,7 @@ def measure(args: argparse.Namespace) -> None:
         print(json.dumps(row), flush=True)
         result[kind].append(row)
         if args.out:
-            Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
 
     for setting in args.settings:
         for strategy in args.strategies:

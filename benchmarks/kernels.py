@@ -1,7 +1,7 @@
 """Quantised messages: bytes a second of making, reading and adding them up, beside a copy of the same tensor.
 
-    python benchmarks/kernels.py --out benchmarks/results/kernels.json
-    python benchmarks/kernels.py --device cpu --mib 1 16
+    python -m benchmarks.kernels --out benchmarks/results/kernels.json
+    python -m benchmarks.kernels --device cpu --mib 1 16
 
 On a GPU the Triton kernels, by events on the stream; on a CPU torch's operations, by the clock, on pieces that stay in
 its cache, as collectives use them. Bytes are what each must read and write at least once: a copy of n elements moves
@@ -22,12 +22,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.harness import parser
 from zeromesh.comm.messages import Messages, parts
 from zeromesh.measure.setting import read_setting
 from zeromesh.wires.blocks import QuantFormat
@@ -95,34 +95,26 @@ class Case:
         memory = torch.zeros(self.form.memory_bytes(Messages.longest), dtype=torch.uint8)
         quantiser = Quantiser(self.form, Messages.longest, memory, generator(self.form))
 
-        def pieces() -> Iterator[tuple[slice, slice]]:
-            for part in parts(self.values.numel(), Messages.longest):
-                yield part, slice(self.form.message_bytes(part.start), self.form.message_bytes(part.stop))
+        def by_piece(call: Callable[[slice, slice], object]) -> Callable[[], object]:
+            """`call` gets the elements of a piece and the bytes of its message, piece after piece."""
 
-        def quantise() -> None:
-            for part, room in pieces():
-                quantiser.quantise(self.values[part], self.messages[0][room])
+            def run() -> None:
+                for part in parts(self.values.numel(), Messages.longest):
+                    call(part, slice(self.form.message_bytes(part.start), self.form.message_bytes(part.stop)))
 
-        def dequantise() -> None:
-            for part, room in pieces():
-                quantiser.dequantise(self.messages[0][room], self.target[part])
+            return run
 
-        def reduce() -> None:
-            for part, room in pieces():
-                quantiser.reduce(self.messages[:, room], self.values[part], 0, self.mean, part)
-
-        def requantise() -> None:
-            for part, room in pieces():
-                values, message = self.values[part], self.message[room]
-                quantiser.requantise(self.messages[:, room], values, 0, self.mean, part, message)
-
-        copy = lambda: self.target.copy_(self.values)  # noqa: E731
+        values, target, messages, mean = self.values, self.target, self.messages, self.mean
         return {
-            "copy": copy,
-            "quantise": quantise,
-            "dequantise": dequantise,
-            "reduce": reduce,
-            "requantise": requantise,
+            "copy": lambda: target.copy_(values),
+            "quantise": by_piece(lambda part, room: quantiser.quantise(values[part], messages[0][room])),
+            "dequantise": by_piece(lambda part, room: quantiser.dequantise(messages[0][room], target[part])),
+            "reduce": by_piece(lambda part, room: quantiser.reduce(messages[:, room], values[part], 0, mean, part)),
+            "requantise": by_piece(
+                lambda part, room: quantiser.requantise(
+                    messages[:, room], values[part], 0, mean, part, self.message[room]
+                )
+            ),
         }
 
 
@@ -175,16 +167,17 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256, 1024], help="sizes of the tensor")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--out", default="")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options.add_argument("--mib", type=int, nargs="+", default=[64, 256, 1024], help="sizes of the tensor")
+    options.add_argument("--repeats", type=int, default=20)
+    args = options.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device; --device cpu --mib 1 16 measures torch's operations on the processor")
+        options.error(
+            "torch finds no CUDA device; --device cpu --mib 1 16 measures torch's operations on the processor"
+        )
     if args.repeats < 1 or min(args.mib) < 1:
-        parser.error(f"--repeats and --mib must be at least 1; got {args.repeats} and {min(args.mib)}")
+        options.error(f"--repeats and --mib must be at least 1; got {args.repeats} and {min(args.mib)}")
     torch.set_num_threads(1)
     here = {
         **read_setting(),
@@ -197,7 +190,7 @@ def main() -> None:
         results.append(row)
         print(json.dumps(row), flush=True)
         if args.out:
-            Path(args.out).write_text(json.dumps({"setting": here, "results": results}, indent=1) + "\n")
+            args.out.write_text(json.dumps({"setting": here, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

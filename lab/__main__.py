@@ -31,7 +31,7 @@ def lab(
     """
     from lab import Lab, Tree
     from zeromesh import units
-    from zeromesh.cli.signals import exiting_on_signals
+    from zeromesh.cli.measuring import exiting_on_signals
     from zeromesh.launch.processes import describe_failure
 
     timeout_s = units.parse_seconds(timeout)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from lab.errors import LabError
 from lab.plan import TAKEN_RATES, Bucket, Command, Wiring
 from lab.shell import execute_json
-from lab.tree import TreePath, format_rate
+from lab.tree import LabError, TreePath, format_rate
 
 # The kernel keeps a rate in bytes per second and a burst in ticks of 64 ns; further off, it could not represent it.
 _TOLERANCE = 0.01

@@ -7,18 +7,15 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from lab import counters as link_counters
 from lab.check import check_kernel
 from lab.counters import LinkBytes
-from lab.environment import environment
-from lab.errors import LabError
-from lab.plan import Wiring
+from lab.plan import Wiring, environment
 from lab.registry import Registry
 from lab.shell import check_host, execute, execute_json
-from lab.tree import Place, Tree
+from lab.tree import LabError, Place, Tree
 from zeromesh.errors import InputError
 from zeromesh.integrations.elastic import asked_by, noticing
 from zeromesh.launch.processes import Launch, OnLine, RankResult, raise_failed, run_ranks
@@ -40,11 +37,8 @@ class Lab:
             lab.run(["python", "train.py"], check=True)   # each rank with torchrun's environment
             print(lab.counters()["0"].sent_bytes)         # what node 0 sent over its link
 
-    Args:
-        tree: the tree, or its text.
-
-    Raises:
-        LabError: on entering: not root, a program is missing, or the kernel refuses a part. Nothing is left behind.
+    Entering raises LabError if this is not root, a program is missing, or the kernel refuses a part. Nothing is left
+    behind.
     """
 
     def __init__(self, tree: Tree | str) -> None:
@@ -68,20 +62,6 @@ class Lab:
         return self.wiring.tree
 
     def __enter__(self) -> Self:
-        self.up()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.down()
-
-    def up(self) -> None:
-        """Make the lab; `with` does it.
-
-        Raises:
-            LabError: as the class says.
-        """
         check_host()
         # Ranks of a killed run may still take the processors that a measurement needs.
         for leftover in Registry().leftovers():
@@ -92,11 +72,11 @@ class Lab:
                 execute(command)
             check_kernel(self.wiring)
         except BaseException:
-            self.down()
+            self.__exit__()
             raise
+        return self
 
-    def down(self) -> None:
-        """End all that runs in the lab and remove it; `with` does it. A second call does nothing."""
+    def __exit__(self, *_: object) -> None:
         # A forked child that leaves the `with` block by an exception must not take the lab from its owner.
         if self._owner_pid == os.getpid():
             # Signals wait: a second one would end the removal half-way, and the next lab would refuse the remains.
@@ -147,11 +127,8 @@ class Lab:
         return results
 
     def counters(self) -> dict[str, LinkBytes]:
-        """The traffic of each link since the lab is up, by the link's name: "0", "1", "0.0", ...
-
-        Raises:
-            LabError: the lab is not there any more.
-        """
+        """The traffic of each link since the lab is up, by the link's name: "0", "1", "0.0", ... Raises LabError if the
+        lab is not there any more."""
         printed = {path: execute_json(c) for path, c in link_counters.read_commands(self.wiring).items()}
         return link_counters.parse(self.tree.links, printed)
 

@@ -22,10 +22,10 @@ below the rate that the bucket allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from lab.tree import Link, Tree, TreePath, format_rate, path_name
+from lab.tree import Link, Place, Tree, TreePath, format_rate, path_name
 
 # The kernel takes an interface whose number equals its peer's for a physical one, and may then let a second pass before
 # it uses a link that has come up. So the numbers differ.
@@ -47,6 +47,12 @@ QUEUE_BURSTS = 4
 QUEUE_S = 20e-3
 # tbf counts bursts in ticks of 64 ns and the queue in bytes, both in 32 bits: seen to hold within these.
 TAKEN_RATES = "10kbit to 1tbit"
+
+# Variables of a torchrun that may stand around the lab; a rank that saw them would look for that run's store.
+_FOREIGN = ("TORCHELASTIC_", "TORCH_NCCL_", "PET_")
+
+# One thread per rank as torchrun sets it, and unbuffered output, so that the last words of a killed rank are not lost.
+_DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +232,36 @@ def mac(leaf: int) -> str:
     '02:7a:6d:00:01:02'
     """
     return f"02:7a:6d:00:{leaf // 256:02x}:{leaf % 256:02x}"
+
+
+def environment(wiring: Wiring, place: Place, *, port: int, around: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the rank at `place`, as torchrun would set it; rank 0 listens at `port` for the others. That
+    `around` the lab is passed on, except that another torchrun's variables are dropped."""
+    tree = wiring.tree
+    ranks = {
+        "RANK": place.rank,
+        "WORLD_SIZE": tree.world_size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": tree.ranks_per_leaf,
+        "GROUP_RANK": place.leaf,
+        "GROUP_WORLD_SIZE": tree.num_leaves,
+        "NODE_RANK": place.leaf,
+        "ROLE_RANK": place.rank,
+        "ROLE_WORLD_SIZE": tree.world_size,
+        "MASTER_PORT": port,
+    }
+    names = {
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": wiring.leaf_address(0),
+        "GLOO_SOCKET_IFNAME": wiring.interface,
+        "NCCL_SOCKET_IFNAME": wiring.interface,
+        "TP_SOCKET_IFNAME": wiring.interface,
+        "ZEROMESH_LAB": wiring.lab,
+        "ZEROMESH_LAB_TREE": str(tree),
+        "ZEROMESH_LAB_ADDRESS": wiring.leaf_address(place.leaf),
+    }
+    kept = {name: value for name, value in around.items() if not name.startswith(_FOREIGN)}
+    return _DEFAULTS | kept | names | {name: str(value) for name, value in ranks.items()}
 
 
 def _batch(program: tuple[str, ...], lines: Iterable[str], purpose: str) -> Command:

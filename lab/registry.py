@@ -15,9 +15,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.errors import LabError
 from lab.plan import Command
 from lab.shell import execute
+from lab.tree import LabError
 
 # A process that got SIGKILL is gone in milliseconds, unless it hangs in the kernel.
 KILL_TIMEOUT_S = 10.0

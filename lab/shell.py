@@ -9,8 +9,8 @@ import shutil
 import subprocess
 from typing import Any
 
-from lab.errors import LabError
 from lab.plan import Command
+from lab.tree import LabError
 
 #: The programs that a lab needs, and the Debian package of each.
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "bridge": "iproute2", "setpriv": "util-linux"}

@@ -22,7 +22,6 @@ import math
 import re
 from dataclasses import dataclass
 
-from lab.errors import LabError
 from zeromesh import units
 from zeromesh.errors import InputError
 
@@ -40,17 +39,16 @@ _TC_RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<prefix>[kmgt]?)bit", re.
 _EXPECTED = 'expected a tree, outermost level first, such as "2@200mbit,2@1gbit,2"'
 
 
+class LabError(InputError):
+    """An emulated cluster cannot be set up here: privileges, tools, or what the kernel refuses."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLevel:
-    """One level of links: each member of the level above has `size` members below it, each behind its own link.
+    """One level of links: each member of the level above has `size` members below it, each behind its own link."""
 
-    Args:
-        size: members in one group.
-        rate_bytes_per_s: of each link, each direction, headers included; kept to a whole bit/s. None: not shaped.
-    """
-
-    size: int
-    rate_bytes_per_s: float | None
+    size: int  # members in one group
+    rate_bytes_per_s: float | None  # of a link, each direction, headers included, in whole bit/s; None: not shaped
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -92,11 +90,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """Levels of links, outermost first, and the ranks in each leaf.
-
-    Raises:
-        LabError: fewer than one rank, or more leaves than one machine can pretend to be.
-    """
+    """Levels of links, outermost first, and the ranks in each leaf. Raises LabError for fewer than one rank, or more
+    leaves than one machine can pretend to be."""
 
     levels: tuple[LinkLevel, ...]
     ranks_per_leaf: int = 1
@@ -110,16 +105,13 @@ class Tree:
 
     @classmethod
     def parse(cls, text: str) -> Tree:
-        """The tree that `text` describes.
+        """The tree that `text` describes. Raises LabError if it describes none.
 
         >>> tree = Tree.parse("2@200mbit,2@1gbit,2")
         >>> tree.num_leaves, tree.world_size, [level.size for level in tree.levels]
         (4, 8, [2, 2])
         >>> str(Tree.parse("4 @ 0.5 Gbit/s"))
         '4@500mbit,1'
-
-        Raises:
-            LabError: the text is not a tree.
         """
         *outer, last = (part.strip() for part in text.split(","))
         if "@" in last:
@@ -187,13 +179,11 @@ def path_name(path: TreePath) -> str:
 
 
 def parse_rate(text: str) -> float | None:
-    """Bytes per second in `text`, in tc's spelling or with a unit; None for "unshaped".
+    """Bytes per second in `text`, in tc's spelling or with a unit; None for "unshaped". Raises LabError if it is no
+    rate, or less than one bit per second.
 
     >>> parse_rate("200mbit"), parse_rate("25 MB/s"), parse_rate("unshaped")
     (25000000.0, 25000000.0, None)
-
-    Raises:
-        LabError: not a rate, or less than one bit per second.
     """
     if text.strip() == UNSHAPED:
         return None

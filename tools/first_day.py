@@ -91,7 +91,7 @@ class Outcome:
 def parts(devices: int, kind: str) -> list[Part]:
     """The parts for a machine, in the order of their value; without a device, those that a CPU can run."""
     cuda, share = devices > 0 and kind == "cuda", devices < 2
-    device = f"benchmarks/device.py --out {{out}} --device {'cuda' if devices else 'cpu'}"
+    device = f"-m benchmarks.device --out {{out}} --device {'cuda' if devices else 'cpu'}"
     tiny = "--settings bf16+masters --model tiny --sequences 1 --tokens 16 --pairs 2"
     sizes = "--settings bf16+masters --pairs 6" if devices else tiny
     strategies = "node=3 node[4]=3,node[2]=1 node=0 node=3@int8/int4" if devices else "node=3"
@@ -118,7 +118,7 @@ def parts(devices: int, kind: str) -> list[Part]:
         ),
         Part(
             name="kernels",
-            command="benchmarks/kernels.py --mib 256 64 --repeats 10 --out {out}",
+            command="-m benchmarks.kernels --mib 256 64 --repeats 10 --out {out}",
             judge=judge_kernels,
             here=cuda,
         ),

@@ -43,16 +43,8 @@ def predicted_row(row: Row, predictions: Sequence[float]) -> Row:
     return replace(row, predicted=predictions[0], low=min(predictions), high=max(predictions))
 
 
-def published(name: str) -> list[dict[str, str]]:
-    """The rows of a published table, as strings."""
-    return _rows("published", name)
-
-
-def calibration(name: str) -> list[dict[str, str]]:
-    """The rows of a table that constants were fitted on, in part at least."""
-    return _rows("calibration", name)
-
-
-def _rows(folder: str, name: str) -> list[dict[str, str]]:
+def published(name: str, folder: str = "published") -> list[dict[str, str]]:
+    """The rows of a table, as strings; in the folder "calibration" those that constants were fitted on, in part at
+    least."""
     text = (DATA / folder / f"{name}.csv").read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))

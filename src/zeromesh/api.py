@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from zeromesh.errors import InputError, MeshError
 from zeromesh.planner.evaluate import Choice
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from zeromesh.cluster.cluster import Cluster
     from zeromesh.model.spec import ModelSpec
-
-ModelT = TypeVar("ModelT", bound="nn.Module")
 
 
 def plan(
@@ -101,7 +99,7 @@ def with_dtypes(workload: Workload, model: nn.Module, options: Mapping[str, Any]
 def auto_strategy(model: nn.Module, mesh: DeviceMesh, cluster: Cluster | str, workload: Workload) -> Plan:
     """The planner's choice for `model` on `mesh`, whose axes must be the cluster's levels."""
     from zeromesh.engine.build import mesh_axes
-    from zeromesh.model.module_recomputation import recomputes
+    from zeromesh.model.module_units import recomputes
     from zeromesh.model.spec import Recomputation
 
     axes = mesh_axes(mesh, ())

@@ -1,23 +1,4 @@
-"""The exceptions of zeromesh.
-
-::
-
-    ZeromeshError
-    ├── InputError (also ValueError)     the user's input is wrong; one message says what to do; exit code 2
-    │   ├── NotationError                a strategy's text does not parse, or its stages cannot be combined
-    │   ├── MeshError                    strategy, mesh and world do not fit together
-    │   ├── ClusterError                 a cluster file or preset
-    │   ├── ModelError                   a model's description, or a module that cannot be sharded as asked
-    │   ├── ConfigError                  a training configuration
-    │   ├── CheckpointError              a checkpoint that is damaged, incomplete, or of another model
-    │   └── MeasurementError             a measurement that cannot be made here, or not be trusted
-    ├── OptimizerError (RuntimeError)    an optimizer, clip or scaler that would give wrong numbers
-    ├── CommunicationError (RuntimeError) a collective failed or stalled: names rank, operation, unit, axis
-    ├── NonFiniteError (RuntimeError)    a loss or gradient is not a number, and the run is to stop there
-    ├── RanksFailedError (RuntimeError)  processes that were started from here failed, or had to be ended
-    ├── MismatchError (RuntimeError)     ranks disagree: strategy, model, order of units, replicas
-    └── InternalError (RuntimeError)     an invariant of ours does not hold: a bug in zeromesh
-"""
+"""The exceptions of zeromesh, and clauses of their messages."""
 
 from __future__ import annotations
 
@@ -32,7 +13,7 @@ class ZeromeshError(Exception):
 
 
 class InputError(ZeromeshError, ValueError):
-    """The user's input is wrong. The command line prints the message and exits with 2."""
+    """The user's input is wrong; the message says what to do. The command line prints it and exits with 2."""
 
 
 class NotationError(InputError):
@@ -68,7 +49,7 @@ class OptimizerError(ZeromeshError, RuntimeError):
 
 
 class CommunicationError(ZeromeshError, RuntimeError):
-    """A collective failed or did not end within its timeout."""
+    """A collective failed or did not end within its timeout; names rank, operation, unit and axis."""
 
 
 class NonFiniteError(ZeromeshError, RuntimeError):
@@ -80,11 +61,11 @@ class RanksFailedError(ZeromeshError, RuntimeError):
 
 
 class MismatchError(ZeromeshError, RuntimeError):
-    """Ranks that must agree do not."""
+    """Ranks that must agree do not: on strategy, model, order of units, or replicas."""
 
 
 class InternalError(ZeromeshError, RuntimeError):
-    """An invariant of zeromesh's own does not hold."""
+    """An invariant of zeromesh's own does not hold: a bug in zeromesh."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

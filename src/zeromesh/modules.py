@@ -149,11 +149,8 @@ class Source(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def fill(self, target: Tensor, start: int) -> None:
-        """Elements from `start` of the flattened tensor on, into 1-D `target`, in its dtype and on its device.
-
-        Raises:
-            CheckpointError: they cannot be read.
-        """
+        """Elements from `start` of the flattened tensor on, into 1-D `target`, in its dtype and on its device. Raises
+        CheckpointError if they cannot be read."""
 
 
 class Lazy:

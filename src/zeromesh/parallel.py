@@ -26,11 +26,8 @@ DEGREES = ("tp", "cp", "pp", "ep")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """Degrees of the parallelisms beside data: [Note: Mesh].
-
-    Raises:
-        InputError: a degree below 1, or a schedule that there is not or that takes no chunks.
-    """
+    """Degrees of the parallelisms beside data: [Note: Mesh]. Raises InputError for a degree below 1, or a schedule that
+    does not exist or takes no chunks."""
 
     tp: int = 1  # ranks that share the heads, the feed-forward and the vocabulary of each layer
     cp: int = 1  # ranks that share the tokens of each sequence
@@ -78,11 +75,9 @@ class Parallel:
         return min(held, float(micro_batches))
 
     def bubble_s(self, others_s: float, weights_s: float) -> float:
-        """Seconds of a step that one rank of a pipeline stands idle.
-
-        Args:
-            others_s: of one micro-batch's forward and backward on all other ranks together.
-            weights_s: of that, gradients of weights, which need not be there for the rank before to go on.
+        """Seconds of a step that one rank of a pipeline stands idle, where one micro-batch's forward and backward take
+        `others_s` on all other ranks together. Of those `weights_s` are for gradients of weights, which need not be
+        there for the rank before to go on.
 
         With equal ranks (p - 1)(F + B) for GPipe and 1F1B, a share (p - 1)/(m + p - 1) of the step; a v-th of that
         interleaved (arXiv 2104.04473, section 2.2); (p - 1)(F + B - 2 W), B with W in it, for ZB-H1 (2401.10241,

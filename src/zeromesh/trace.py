@@ -132,7 +132,6 @@ class Trace:
         return {"traceEvents": [*names, *slices, *counters], "displayTimeUnit": "ms"}
 
     def to_json(self) -> str:
-        """`to_chrome` as text."""
         return json.dumps(self.to_chrome())
 
 

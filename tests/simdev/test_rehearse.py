@@ -25,7 +25,7 @@ from tests.simdev.ranks import alone
 from zeromesh.cluster.catalogue import find_cluster
 from zeromesh.errors import InputError, MeshError
 from zeromesh.observe.report import memory_report, traffic_report
-from zeromesh.rehearsal.compare import failures_of
+from zeromesh.rehearsal.result import failures_of
 from zeromesh.rehearsal.show import rehearsal_page
 
 WIDTH = 256

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from validation.row import Row, calibration, predicted_row, published
+from validation.row import Row, predicted_row, published
 from zeromesh.cluster.catalogue import preset as cluster_preset
 from zeromesh.cost.collective import Operation, collective_cost
 from zeromesh.cost.constants import default_constants
@@ -66,7 +66,7 @@ def _rate(seq_len: int, cp: int) -> float:
 def collective_rows() -> Iterator[Row]:
     """Collectives inside a node of 8 A100, alone: what a block under tp and ep waits for."""
     cluster = cluster_preset("a100-8x-hdr").take(8)
-    for entry in calibration("galvatron_hardware_profile"):
+    for entry in published("galvatron_hardware_profile", "calibration"):
         match = re.fullmatch(r"(allreduce|all2all)_size_(\d)_(\d+)MB_time", entry["key"])
         if match is None:
             continue

@@ -149,12 +149,9 @@ class _Inert(_Bounded):
 
 
 def read_foreign(storage: Storage, directory: str) -> Manifest:
-    """A manifest of a checkpoint by torch.distributed.checkpoint: its tensors only, without checksums.
-
-    Raises:
-        DamagedError: the index cannot be read.
-        CheckpointError: it names a class that no checkpoint needs, or a tensor lies in a way that is not supported.
-    """
+    """A manifest of a checkpoint by torch.distributed.checkpoint: its tensors only, without checksums. Raises
+    DamagedError if the index cannot be read; CheckpointError if it names a class that no checkpoint needs, or a tensor
+    lies in a way that is not supported."""
     where = storage.where(directory, METADATA)
     try:
         index = _Inert(io.BytesIO(read_index(storage, directory, METADATA, _MAX_BYTES))).load()

@@ -32,8 +32,6 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The checkpoints of a directory."""
-
     complete: tuple[Found, ...]  # newest first
     refused: tuple[str, ...]  # why other directories that are named like checkpoints are not, one line each
     unfinished: tuple[str, ...]  # those that a save has begun to fill, where there are no renames: without a manifest
@@ -44,11 +42,7 @@ class Listing:
 
 
 def list_checkpoints(storage: Storage) -> Listing:
-    """Looks at the first line of every manifest.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """Looks at the first line of every manifest. Raises OSError if the directory cannot be read."""
     complete, refused, unfinished = [], [], []
     for name in storage.names():
         if not _NAME.fullmatch(name):

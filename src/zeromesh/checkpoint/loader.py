@@ -21,12 +21,8 @@ Restore = Callable[[Reader], object]
 
 def load_newest(storage: Storage, peers: Peers, restore: Restore) -> Reader | None:
     """Loads the newest complete checkpoint whose content is intact, and returns its reader; None where none has ever
-    been made. Warns of those that it passes over.
-
-    Raises:
-        CheckpointError: there are checkpoints, but none can be loaded; or one is of another model.
-        CommunicationError: a rank did not take part.
-    """
+    been made. Warns of those that it passes over. Raises CheckpointError if there are checkpoints, but none can be
+    loaded, or if one is of another model; CommunicationError if a rank did not take part."""
     names, refused = _candidates(storage, peers)
     for problem in refused:
         _warn(peers, problem)
@@ -45,11 +41,8 @@ def load_newest(storage: Storage, peers: Peers, restore: Restore) -> Reader | No
 
 
 def load_path(location: str | os.PathLike[str], peers: Peers, restore: Restore) -> Reader:
-    """Loads the checkpoint at `location`: one of zeromesh's or of torch's, or a directory of zeromesh's.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or of another model.
-    """
+    """Loads the checkpoint at `location`: one of zeromesh's or of torch's, or a directory of zeromesh's. Raises
+    CheckpointError if there is none, it is damaged, or of another model."""
     parent, name = os.path.split(os.fspath(location).rstrip("/"))
     storage = open_storage(parent or ".")
     single = has_file(storage, name, MANIFEST) or has_file(storage, name, METADATA)

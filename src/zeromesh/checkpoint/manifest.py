@@ -95,11 +95,7 @@ class Manifest:
     index: str = MANIFEST  # the file that this is the content of
 
     def to_bytes(self) -> bytes:
-        """The file's content.
-
-        Raises:
-            CheckpointError: it is longer than a load would read.
-        """
+        """The file's content. Raises CheckpointError if it is longer than a load would read."""
         number = {file: index for index, file in enumerate(self.files)}
         tensors = {
             name: [
@@ -125,12 +121,8 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
-        """The inverse of `to_bytes`; `where` is the file's name, for messages.
-
-        Raises:
-            DamagedError: the bytes are not those that were written.
-            CheckpointError: not of a version that this zeromesh reads.
-        """
+        """The inverse of `to_bytes`; `where` is the file's name, for messages. Raises DamagedError if the bytes are not
+        those that were written; CheckpointError for a version that this zeromesh does not read."""
         head = read_head(data, where)
         body = data[data.index(b"\n") + 1 :].removesuffix(b"\n")
         if len(body) != head["bytes"] or hashlib.sha256(body).hexdigest() != head["sha256"]:
@@ -166,12 +158,8 @@ def _crc(head: Mapping[str, Any]) -> int:
 
 
 def read_head(data: bytes, where: str) -> dict[str, Any]:
-    """The first line of a manifest.
-
-    Raises:
-        DamagedError: it is not one.
-        CheckpointError: it is of a version that this zeromesh cannot read.
-    """
+    """The first line of a manifest. Raises DamagedError if it is not one; CheckpointError for a version that this
+    zeromesh cannot read."""
     try:
         head = json.loads(data[:HEAD_BYTES].partition(b"\n")[0])
         if head["format"] != FORMAT:

@@ -57,12 +57,8 @@ class Reader:
         self._sources.clear()
 
     def entry(self, name: str) -> TensorEntry:
-        """A tensor whose elements are all there, each once.
-
-        Raises:
-            DamagedError: they are not.
-            CheckpointError: it has a dtype that is not supported.
-        """
+        """A tensor whose elements are all there, each once. Raises DamagedError if they are not; CheckpointError if it
+        has a dtype that is not supported."""
         entry = self.manifest.tensors[name]
         if name not in self._checked:
             where = self._storage.where(self._directory, self.manifest.index)
@@ -73,11 +69,8 @@ class Reader:
         return entry
 
     def fill(self, pieces: Iterable[Piece]) -> None:
-        """Fills each piece's memory with its range of the tensor of its name, converted to its dtype and device.
-
-        Raises:
-            DamagedError: a file is missing, too short, or its content is damaged.
-        """
+        """Fills each piece's memory with its range of the tensor of its name, converted to its dtype and device. Raises
+        DamagedError if a file is missing, too short, or its content is damaged."""
         for piece in pieces:
             note(piece.name)
             entry, boxes = self.entry(piece.name), piece.boxes
@@ -190,11 +183,7 @@ def same_kind(one: torch.dtype, other: torch.dtype | None) -> bool:
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest:
-    """The manifest of a checkpoint.
-
-    Raises:
-        DamagedError: it is not there, or damaged.
-    """
+    """The manifest of a checkpoint. Raises DamagedError if it is not there, or damaged."""
     where = storage.where(directory, MANIFEST)
     try:
         data = read_index(storage, directory, MANIFEST, MAX_BYTES)

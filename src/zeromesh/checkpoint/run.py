@@ -41,10 +41,8 @@ class RunCheckpoints:
         run. Locks the directory if the run `saves`.
 
         Learning rates and the like stay the optimizer's own, which a user may have edited since. Nothing is made on
-        disk before a checkpoint is accepted.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be loaded, or is of a run that differs in a required setting.
+        disk before a checkpoint is accepted. Raises CheckpointError if it cannot be loaded, or is of a run that differs
+        in a required setting.
         """
         found = self._load(AUTO)
         if beginning != AUTO and found is None:
@@ -74,11 +72,7 @@ class RunCheckpoints:
         return None if self._newest is None else self._load(self._newest)
 
     def close(self) -> None:
-        """Waits for a save under way.
-
-        Raises:
-            CheckpointError: the last save failed.
-        """
+        """Waits for a save under way. Raises CheckpointError if the last save failed."""
         self._checkpoints.close()
 
     def _load(self, which: str) -> Restored | None:

@@ -76,10 +76,8 @@ def write_safetensors(
     """Writes `model.safetensors`, or several files and their index, under temporary names, then renames them.
 
     All ranks give all `specs`, and each the `pieces` that it writes, which together cover every tensor; all ranks
-    iterate over them together. No tensor is cut, however large.
-
-    Raises:
-        CheckpointError: on all ranks, if one of them failed.
+    iterate over them together. No tensor is cut, however large. Raises CheckpointError on all ranks, if one of them
+    failed.
     """
     files = _plan(specs, max_file_bytes)
     _together(peers, lambda: _create(directory, files) if peers.rank == 0 else None)
@@ -223,18 +221,14 @@ class Stored:
         return True
 
     def whole(self) -> torch.Tensor:
-        """All of it, in host memory."""
         values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.fill(values.view(-1), 0)
         return values
 
 
 def read_headers(location: Path) -> dict[str, Stored]:
-    """All tensors of a safetensors file, or of a directory of a Hugging Face model.
-
-    Raises:
-        CheckpointError: not there, damaged, or a tensor's dtype is not supported.
-    """
+    """All tensors of a safetensors file, or of a directory of a Hugging Face model. Raises CheckpointError if they are
+    not there or damaged, or a tensor has a dtype that is not supported."""
     if location.is_file():
         return _read_header(location)
     index, single = location / INDEX, location / SINGLE

@@ -128,12 +128,8 @@ the values that all have alike."""
 
 class Saver:
     """Writes the checkpoints of one run to one directory, which it locks, waiting at most `lock_wait_s` for another job
-    to leave it. It keeps those that `superfluous` leaves. Made, used and closed by all ranks.
-
-    Raises:
-        CheckpointError: the directory cannot be written, or another job writes to it.
-        CommunicationError: a rank did not take part.
-    """
+    to leave it. It keeps those that `superfluous` leaves. Made, used and closed by all ranks. Raises CheckpointError if
+    the directory cannot be written, or another job writes to it; CommunicationError if a rank did not take part."""
 
     def __init__(
         self, storage: Storage, peers: Peers, *, keep: int, keep_every: int = 0, lock_wait_s: float = LOCK_WAIT_S
@@ -166,11 +162,8 @@ class Saver:
         return self._staging.num_bytes
 
     def save(self, snapshot: Snapshot) -> None:
-        """Copies the snapshot and returns; it is written in the background. Waits first for the save before.
-
-        Raises:
-            CheckpointError: the save before failed.
-        """
+        """Copies the snapshot and returns; it is written in the background. Waits first for the save before. Raises
+        CheckpointError if the save before failed."""
         self.wait()
         if self._reserving is not None:
             self._reserving.result()
@@ -183,12 +176,8 @@ class Saver:
             self._reserving = self._thread.submit(self._staging.reserve, pieces)
 
     def wait(self) -> str | None:
-        """Waits for the save in progress; the full name of its checkpoint, None where there was none.
-
-        Raises:
-            CheckpointError: it failed, on all ranks.
-            CommunicationError: a rank did not take part.
-        """
+        """Waits for the save in progress; the full name of its checkpoint, None where there was none. Raises
+        CheckpointError, on all ranks, if it failed; CommunicationError if a rank did not take part."""
         if self._pending is None:
             return None
         wait([self._pending])  # interrupted here, it is still under way
@@ -295,11 +284,8 @@ class Saver:
 
 
 def _once(rows: Sequence[Written], common: frozenset[str]) -> list[Written]:
-    """Rows with those that several ranks wrote under a name of `common` kept once.
-
-    Raises:
-        CheckpointError: they have not written the same.
-    """
+    """Rows with those that several ranks wrote under a name of `common` kept once. Raises CheckpointError if they have
+    not written the same."""
     first: dict[tuple[str, tuple[int, ...]], Written] = {}
     kept = []
     for row in rows:

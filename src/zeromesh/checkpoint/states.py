@@ -92,11 +92,7 @@ def _from_plain(value: Any) -> Any:
 
 
 def read_state(reader: Reader) -> dict[str, Any]:
-    """The state that was given to `save`.
-
-    Raises:
-        DamagedError: it is none.
-    """
+    """The state that was given to `save`. Raises DamagedError if it cannot be read."""
     try:
         state = from_plain(reader.manifest.state.get("user", {}))
     except CheckpointError as error:
@@ -167,11 +163,8 @@ def require_kinds(optimizers: Sequence[Optimizer], groups: Groups, where: str) -
 
 
 def restore_groups(optimizers: Sequence[Optimizer], groups: Groups, where: str) -> None:
-    """Sets each group's options to those of the first of its parameters that was saved.
-
-    Raises:
-        CheckpointError: an option has a value of another type; nothing is changed then.
-    """
+    """Sets each group's options to those of the first of its parameters that was saved. Raises CheckpointError, and
+    changes nothing, if an option has a value of another type."""
     changes: list[tuple[dict[str, Any], str, Any]] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -254,11 +247,7 @@ def extra_pieces(model: nn.Module) -> list[Piece]:
 
 
 def restore_extra(model: nn.Module, reader: Reader) -> None:
-    """Gives the modules their saved values.
-
-    Raises:
-        DamagedError: it is none that `extra_pieces` has made.
-    """
+    """Gives the modules their saved values. Raises DamagedError if one is no result of `extra_pieces`."""
     names = [name for name in extra_names(model) if EXTRA + name in reader.manifest.tensors]
     set_extra_states(model, {name: _from_bytes(reader, EXTRA + name) for name in names})
 
@@ -310,11 +299,7 @@ def random_pieces(rank: int) -> list[Piece]:
 
 
 def restore_random(rank: int, reader: Reader) -> None:
-    """Sets the generators to this rank's saved states.
-
-    Raises:
-        DamagedError: a state is none that the generator takes.
-    """
+    """Sets the generators to this rank's saved states. Raises DamagedError if a generator does not take its state."""
     states: dict[str, Tensor] = {}
     mine = f"{RANDOM}{rank}."
     for name, entry in reader.manifest.tensors.items():

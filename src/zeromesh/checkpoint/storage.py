@@ -96,10 +96,7 @@ class LocalStorage:
 
     def lock(self, wait_s: float) -> None:
         """Refuses all other writers until `unlock`. flock: the kernel releases it with the process, however that ends.
-
-        Raises:
-            CheckpointError: another job has it.
-        """
+        Raises CheckpointError if another job has locked it."""
         self.root.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         end = time.monotonic() + wait_s
@@ -232,12 +229,8 @@ def has_file(storage: Storage, name: str, file: str) -> bool:
 
 
 def read_index(storage: Storage, name: str, file: str, most: int) -> bytes:
-    """A manifest or index.
-
-    Raises:
-        DamagedError: it has more than `most` bytes, which no such file has.
-        OSError: it cannot be read.
-    """
+    """A manifest or index. Raises DamagedError if it has more than `most` bytes, as no such file has; OSError if it
+    cannot be read."""
     with storage.open(name, file) as stream:
         if (length := stream.seek(0, os.SEEK_END)) > most:
             raise DamagedError(

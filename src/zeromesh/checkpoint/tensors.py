@@ -64,12 +64,8 @@ class Held:
     @classmethod
     def of(cls, models: nn.Module | Sequence[nn.Module], directory: str | os.PathLike[str]) -> Self:
         """All ranks call it, each with a model or its stages of a pipeline, and the directory where they are saved.
-
-        Raises:
-            ModelError: one is not sharded.
-            InputError: there are none; they are not all of this rank's stages; stages that cannot be saved as one
-                model, on all ranks.
-        """
+        Raises ModelError if one is not sharded; InputError, on all ranks, if there are none, they are not all of this
+        rank's stages, or they cannot be saved as one model."""
         own = (models,) if isinstance(models, nn.Module) else tuple(models)
         engines = tuple(map(engine_of, own))
         pipeline = next((engine.pipeline for engine in engines if engine.pipeline is not None), None)
@@ -150,11 +146,8 @@ def _tensors(model: nn.Module, engine: Engine) -> Iterator[Saved]:
 
 
 def _common(stages: Mapping[int, Sequence[Saved]]) -> frozenset[str]:
-    """The names that several stages have.
-
-    Raises:
-        InputError: a parameter's, or of buffers that differ in shape or dtype.
-    """
+    """The names that several stages have. Raises InputError for names of parameters, and of buffers that differ in
+    shape or dtype."""
     first: dict[str, tuple[int, Saved]] = {}
     common = set()
     for stage, tensor, name in ((s, t, name) for s in sorted(stages) for t in stages[s] for name in t.names):
@@ -304,12 +297,9 @@ def _state_pieces(param: ShardedParameter, key: str, value: Tensor, region: Regi
 def restore_models(held: Held, reader: Reader) -> None:
     """Fills parameters and buffers in place.
 
-    The caller tells the engines that they have changed, on all ranks when all have come through: collectives
-    follow, and one rank alone may find a file damaged.
-
-    Raises:
-        CheckpointError: of another model, on all ranks alike; nothing is changed then.
-        ModelError: modules of the model were moved after `zm.shard`.
+    The caller tells the engines that they have changed, on all ranks when all have come through: collectives follow,
+    and one rank alone may find a file damaged. Raises CheckpointError, on all ranks alike, for a checkpoint of another
+    model, and changes nothing then; ModelError if modules of the model were moved after `zm.shard`.
     """
     for engine in held.engines:
         require_names(engine)
@@ -340,11 +330,8 @@ def restore_optimizers(held: Held, optimizers: Sequence[Optimizer], reader: Read
     """Replaces the optimizers' states by those of the checkpoint, in the layout of this run.
 
     States that are there already are filled in place: no rank holds two copies. Saved states of parameters that are
-    frozen here are passed over, and a parameter without saved states begins with none.
-
-    Raises:
-        CheckpointError: states of trained parameters that no optimizer has, or of other shapes; nothing is changed
-            then.
+    frozen here are passed over, and a parameter without saved states begins with none. Raises CheckpointError, and
+    changes nothing, if trained parameters have saved states that no optimizer has, or of other shapes.
     """
     saved: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     for name, entry in reader.manifest.tensors.items():
@@ -479,11 +466,8 @@ def _checksum(row: Piece) -> Tensor:
 
 
 def left_out(state: Mapping[str, Any], where: str) -> dict[str, int]:
-    """The checksums in a manifest's state; none of a checkpoint that has everything.
-
-    Raises:
-        DamagedError: they are no result of `checksums`.
-    """
+    """The checksums in a manifest's state; none of a checkpoint that has everything. Raises DamagedError if they are no
+    result of `checksums`."""
     found = state.get("frozen", {})
     if not isinstance(found, dict) or not all(type(value) is int for value in found.values()):
         raise DamagedError(f"{where}: what it says of frozen parameters cannot be read")

@@ -49,11 +49,7 @@ class Written:
 
 
 def write_file(storage: Storage, directory: str, file: str, pieces: Sequence[Piece]) -> list[Written]:
-    """Writes the pieces, in host memory, box by box.
-
-    Raises:
-        OSError: as the file system has it.
-    """
+    """Writes the pieces, in host memory, box by box."""
     written: list[Written] = []
     with storage.create(directory, file) as stream:
         position = 0

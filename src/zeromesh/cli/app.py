@@ -90,7 +90,6 @@ for _name in IN_A_CHECKOUT:
 
 
 def main() -> None:
-    """The entry point of `zeromesh`."""
     run(app)
 
 
@@ -113,7 +112,3 @@ def run(command: Callable[[], object]) -> None:
         who = f"rank {os.environ['RANK']} failed: " if "RANK" in os.environ else ""
         tell(f"zeromesh: {who}{error}", sys.stderr)
         end_process(1)
-
-
-if __name__ == "__main__":
-    main()

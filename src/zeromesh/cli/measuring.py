@@ -1,9 +1,12 @@
-"""Options and output shared by the measuring commands."""
+"""Options and output shared by the measuring commands, and signals that end one as an error does."""
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import typer
 
@@ -16,7 +19,6 @@ MOST_HERE = 8
 @contextmanager
 def starting_ranks() -> Iterator[None]:
     """Inside, ranks are started, or are there: signals end them all, and wrong input is said once."""
-    from zeromesh.cli.signals import exiting_on_signals
     from zeromesh.progress import progress
 
     try:
@@ -49,3 +51,26 @@ def _ranks_here() -> int:
     from zeromesh.launch.device import visible_devices
 
     return visible_devices() or min(MOST_HERE, max(2, usable_cores()))
+
+
+@contextmanager
+def exiting_on_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise SystemExit, which removes files that a command has begun: their default action
+    skips the end of every `with` block.
+
+    A signal that is ignored, as SIGHUP is under nohup, stays so.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    del frame
+    sys.exit(128 + number)

@@ -9,13 +9,14 @@ from typing import Annotated
 import typer
 
 from zeromesh.cli import workload as shared
+from zeromesh.cli.train import Config, Overrides
 from zeromesh.errors import InputError
 
 EXIT_FAILS = 1
 
 
 def rehearse(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration of the run.")],
+    config: Config,
     world: Annotated[int, typer.Option(help="Number of ranks that the mesh must have; 0: any.")] = 0,
     rank: Annotated[
         list[int] | None, typer.Option(help="The rank to rehearse (default 0). Repeat it to compare ranks.")
@@ -23,10 +24,7 @@ def rehearse(
     cluster: Annotated[
         str, typer.Option(help="A preset or a TOML file, for the time of a step and the memory limit.")
     ] = "",
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key of the file; may be repeated."),
-    ] = None,
+    overrides: Overrides = None,
     as_json: shared.Json = False,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline to a file for Perfetto.")] = None,
@@ -36,8 +34,8 @@ def rehearse(
     Model, optimizer and engine are the real ones. Memory is reserved but not touched, kernels only compute shapes, and
     collectives are counted. The exit code is 0, 1 if the run would fail, or 2 for wrong input.
     """
-    from zeromesh.rehearsal.compare import failures_of
     from zeromesh.rehearsal.launch import rehearse_config
+    from zeromesh.rehearsal.result import failures_of
     from zeromesh.rehearsal.show import print_rehearsal, rehearsal_page
 
     if world < 0:

@@ -32,13 +32,14 @@ GRACE_S = 10.0
 """Time for the other ranks to end by themselves once one has: to report their own error, or to finish saving."""
 
 
-def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration of the run.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key of the file; may be repeated."),
-    ] = None,
-) -> None:
+Config = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration of the run.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key of the file; may be repeated."),
+]
+
+
+def train(config: Config, overrides: Overrides = None) -> None:
     """Train a language model as a configuration describes it.
 
     Without torchrun, the command starts one local process per rank. Ctrl-C and SIGTERM end the run after the current
@@ -61,12 +62,8 @@ def train(
 
 
 def run(path: Path, overrides: Sequence[str]) -> int:
-    """Runs what a configuration describes; the exit code.
-
-    Raises:
-        InputError: the configuration or the environment is wrong; raised before any process starts if that can be
-            known.
-    """
+    """Runs what a configuration describes; the exit code. Raises InputError if the configuration or the environment is
+    wrong, before any process starts if that can be known."""
     from zeromesh.launch.environment import Launched, check_address
     from zeromesh.launch.job import RENDEZVOUS, make_folder
     from zeromesh.train.config import load_config

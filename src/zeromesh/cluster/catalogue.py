@@ -20,17 +20,12 @@ def _catalogue() -> dict[str, Any]:
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names of all presets, sorted."""
     return tuple(sorted(_catalogue()["clusters"]))
 
 
 @cache
 def preset(name: str) -> Cluster:
-    """The preset called `name`.
-
-    Raises:
-        ClusterError: there is none; the message lists the nearest names.
-    """
+    """The preset called `name`. Raises ClusterError, which lists the nearest names, if there is none."""
     known = _catalogue()
     clusters = known["clusters"]
     others = {made["also"]: name for name, made in clusters.items() if "also" in made}
@@ -56,11 +51,8 @@ def preset(name: str) -> Cluster:
 
 
 def find_cluster(name_or_path: str | Path) -> Cluster:
-    """A preset by name, or the cluster file at a path (anything with a `/` or that ends in `.toml`).
-
-    Raises:
-        ClusterError: neither is there, or the file is invalid.
-    """
+    """A preset by name, or the cluster file at a path (anything with a `/` or that ends in `.toml`). Raises
+    ClusterError if neither exists, or the file is invalid."""
     text = str(name_or_path)
     if text.endswith(".toml") or "/" in text or isinstance(name_or_path, Path):
         return read_cluster(text)

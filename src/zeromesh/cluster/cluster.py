@@ -76,11 +76,7 @@ class Cluster:
         return self.device.cores is not None
 
     def level(self, name: str) -> Level:
-        """The level called `name`.
-
-        Raises:
-            ClusterError: there is none.
-        """
+        """The level called `name`. Raises ClusterError if there is none."""
         for level in self.levels:
             if level.name == name:
                 return level
@@ -128,14 +124,8 @@ class Cluster:
         return replace(self, levels=tuple(levels))
 
     def sized(self, mesh: Mapping[str, int]) -> Cluster:
-        """The same cluster with the sizes of a mesh whose axes are its levels.
-
-        Args:
-            mesh: sizes by axis name, outermost first.
-
-        Raises:
-            ClusterError: the mesh has other axes.
-        """
+        """The same cluster with the sizes of a mesh, outermost axis first. Raises ClusterError unless its axes are the
+        levels."""
         levels = [level.name for level in self.levels]
         if levels != list(mesh)[::-1]:
             raise ClusterError(
@@ -145,16 +135,8 @@ class Cluster:
         return replace(self, levels=tuple(replace(level, size=mesh[level.name]) for level in self.levels))
 
     def take(self, world: int) -> Cluster:
-        """The first `world` devices: inner levels are filled first, levels above keep size 1.
-
-        Args:
-            world: number of devices wanted.
-
-        Returns:
-            The same cluster with smaller sizes; its `world` is exactly `world`.
-
-        Raises:
-            ClusterError: `world` is too large, or would leave a group of some level partly filled.
+        """The first `world` devices, as the same cluster with smaller sizes: inner levels are filled first, levels
+        above keep size 1. Raises ClusterError if there are fewer, or a group of some level would be partly filled.
 
         Example: 12 nodes of 8, `take(4)` is a node of 4 and 1 node, `take(32)` is 4 nodes of 8.
         """

@@ -69,10 +69,8 @@ from pydantic import (
 from zeromesh import units
 from zeromesh.cluster.chips import complete
 from zeromesh.cluster.cluster import Cluster
-from zeromesh.cluster.curve import OPERATIONS, Curve
-from zeromesh.cluster.device import MATRIX_DTYPES, Device
-from zeromesh.cluster.kernel import Kernel
-from zeromesh.cluster.level import Level
+from zeromesh.cluster.device import MATRIX_DTYPES, Device, Kernel
+from zeromesh.cluster.level import OPERATIONS, Curve, Level
 from zeromesh.errors import ClusterError, InputError, nearest
 from zeromesh.files.users import parse_toml, read_text
 
@@ -81,21 +79,14 @@ _DIGITS = 5
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """The cluster in the TOML file at `path`; missing values of a well-known device are filled in (`chips`).
-
-    Raises:
-        ClusterError: the file cannot be read, or a key is missing, unknown, unitless, negative or of the wrong type.
-    """
+    """The cluster in the TOML file at `path`; missing values of a well-known device are filled in (`chips`). Raises
+    ClusterError if the file cannot be read, or a key is missing, unknown, unitless, negative or of the wrong type."""
     text = read_text(path, kind="a cluster file", error=ClusterError)
     return complete(parse_cluster(text, where=str(path)))
 
 
 def parse_cluster(text: str, *, where: str = "cluster file") -> Cluster:
-    """The cluster in `text`; `where` opens every message.
-
-    Raises:
-        ClusterError: as `read_cluster`.
-    """
+    """The cluster in `text`; `where` opens every message. Raises ClusterError as `read_cluster`."""
     return cluster_of(parse_toml(text, where=where, error=ClusterError), where=where)
 
 

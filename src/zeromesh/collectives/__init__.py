@@ -20,12 +20,8 @@ class ByLevel(Collective):
     by_level = True
 
     def grouped(self, route: Route, *, messages: bool) -> tuple[tuple[Transfer, ...], ...]:
-        """The steps of `route` as they are carried out: two that run at once stand together.
-
-        Args:
-            route: of one flat buffer.
-            messages: whether ranks exchange messages.
-        """
+        """The steps of one flat buffer's route as they are carried out, by exchanging `messages` or not: two that run
+        at once stand together."""
         return tuple((step,) for step in route.steps)
 
     def bind(self, route: Route, steps: Sequence[Step]) -> tuple[Step, ...]:

@@ -9,7 +9,7 @@ every member (B the whole buffer), an all-reduce twice that in twice the steps. 
 The term in brackets is a short transfer's loss to protocol and chunking; NCCL's measured curves need it
 inside a node only: between nodes the latency of the steps explains them. The sum is monotone in B since power <= 1.
 
-Of a level whose file has curves, the measured time is taken instead: `cluster.curve`. Where it has none and says
+Of a level whose file has curves, the measured time is taken instead: `cluster.level`. Where it has none and says
 the share that an operation reaches of the rate, that is the rate.
 
 An all-reduce may also be a double binary tree, whose latency grows with the logarithm: the smaller of the two is taken,
@@ -59,7 +59,6 @@ class CollectiveCost:
 
     @property
     def latency_s(self) -> float:
-        """The others."""
         return self.seconds - self.transfer_s
 
     def with_kernels(self, seconds: float, cores: float | None) -> CollectiveCost:
@@ -106,12 +105,10 @@ FREE = CollectiveCost(seconds=0.0)
 def collective_cost(
     group: Group, operation: Operation, full_bytes: float, constants: Constants, *, algorithm: str = "flat"
 ) -> CollectiveCost:
-    """Cost of `operation` over `group`; zero for a group of one.
+    """Cost of `operation` over `group`; zero for a group of one. `algorithm` is the collective's name in the notation.
 
-    Args:
-        full_bytes: of the whole buffer on the wire: the result of a gather, the input of a reduction, one rank's
-            share before an all-to-all, the message of a broadcast.
-        algorithm: the collective, by its name in the notation.
+    `full_bytes` are those of the whole buffer on the wire: the result of a gather, the input of a reduction, one rank's
+    share before an all-to-all, the message of a broadcast.
     """
     if full_bytes < 0:
         raise InternalError(f"a collective of {full_bytes} bytes")

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zeromesh.cluster.device import Device
-from zeromesh.cluster.kernel import Kernel
+from zeromesh.cluster.device import Device, Kernel
 from zeromesh.cost.constants import Constants
 from zeromesh.model.spec import AttentionSpec, MatmulSpec, Recomputation, UnitSpec
 

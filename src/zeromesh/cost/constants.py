@@ -80,6 +80,19 @@ class Constants:
         found = self if copies is None else replace(self, host_copy_bytes_per_s=copies)
         return found if steps is None else replace(found, host_memory_bytes_per_s=steps)
 
+    def overhead_bytes(self, *, messages: bool, communicators: int, dynamic_bytes: float) -> float:
+        """Bytes of a process on one device beside model state, buffers and activations: the driver's context,
+        communicators, and the allocator's unusable part.
+
+        Args:
+            messages: ranks exchange messages: then there is neither a context, nor do communicators hold buffers.
+            communicators: process groups that have been used on the device.
+            dynamic_bytes: allocated and freed in the course of a step (activations). Memory allocated once and kept
+                loses nothing to fragmentation.
+        """
+        driver = 0.0 if messages else self.context_bytes + communicators * self.communicator_bytes
+        return driver + dynamic_bytes * self.allocator_share
+
     def share_of(self, kind: str) -> float:
         """Achieved share of nominal bandwidth over links of this kind."""
         return dict(self.link_share)[kind]
@@ -103,7 +116,6 @@ class Provenance:
 
 @cache
 def default_constants() -> Constants:
-    """The shipped constants."""
     table = _table()
     links = {kind: entry["value"] for kind, entry in table["link_share"].items()}
     rest = {name: entry["value"] for name, entry in table.items() if name != "link_share"}

@@ -59,7 +59,6 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
         return math.prod(hop.size for hop in self.hops)
 
     def ring_steps(self) -> tuple[int, ...]:

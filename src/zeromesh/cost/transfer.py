@@ -46,7 +46,6 @@ class TransferModel:
         return cls(cluster, constants, compute)
 
     def group(self, axes: Sequence[Axis]) -> Group:
-        """The group that spans `axes`."""
         key = tuple((axis.mesh_axis, axis.size) for axis in axes)
         if key not in self._groups:
             self._groups[key] = Group.of(self.cluster, key, self.constants)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """How many processor cores this process may use."""
     return len(core_numbers())
 
 

@@ -22,16 +22,8 @@ _TOO_LARGE = "whole numbers have at most 64 bits"
 
 
 def read_text(path: str | Path, *, kind: str, error: type[InputError] = InputError) -> str:
-    """The text of a user's file.
-
-    Args:
-        path: of the file.
-        kind: what it should be, for messages: "a cluster file".
-        error: to raise.
-
-    Raises:
-        InputError: `error`, where it cannot be read, is not a regular file, is larger than `MAX_BYTES`, or not UTF-8.
-    """
+    """The text of a user's file; `kind` is for messages: "a cluster file". Raises `error` if it cannot be read, is no
+    regular file, is larger than `MAX_BYTES`, or not UTF-8."""
     try:
         # A pipe without a writer would be waited for, and a device may never end.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -54,17 +46,8 @@ def read_text(path: str | Path, *, kind: str, error: type[InputError] = InputErr
 
 
 def parse_toml(text: str, *, where: str, error: type[InputError] = InputError) -> dict[str, Any]:
-    """The tables of a TOML file.
-
-    Args:
-        text: of the file.
-        where: opens messages.
-        error: to raise.
-
-    Raises:
-        InputError: `error`, where it is not TOML, is nested deeper than `MAX_DEPTH`, or has whole numbers beyond the 64
-            bits that TOML gives them.
-    """
+    """The tables in the text of a TOML file; `where` opens messages. Raises `error` if it is not TOML, is nested deeper
+    than `MAX_DEPTH`, or has whole numbers beyond the 64 bits that TOML gives them."""
     tables: dict[str, Any] = _parsed(tomllib.loads, text, f"{where}: not valid TOML", "", error)
     return tables
 
@@ -82,16 +65,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def require_writable(directory: Path, *, key: str, error: type[InputError] = InputError) -> Path:
-    """The directory, or the nearest one above it that exists; changes nothing.
-
-    Args:
-        directory: to write to, or to make.
-        key: that names it, for messages.
-        error: to raise.
-
-    Raises:
-        InputError: `error`, if it is no directory, or this user cannot write there.
-    """
+    """The directory, or the nearest one above it that exists; changes nothing. `key` names it, for messages. Raises
+    `error` if it is no directory, or this user cannot write there."""
     there = next(path for path in (directory, *directory.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         reason = "a directory of this user's to write to" if there.is_dir() else "a directory"

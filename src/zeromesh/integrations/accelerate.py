@@ -31,6 +31,7 @@ from zeromesh.integrations.huggingface import save_safetensors
 from zeromesh.integrations.methods import (
     UNEVEN,
     clip_unscaled,
+    give_shards,
     refuse,
     require_plain,
     require_processes,
@@ -38,7 +39,6 @@ from zeromesh.integrations.methods import (
     shard_model,
     with_mixed_precision,
 )
-from zeromesh.integrations.optimizers import give_shards
 from zeromesh.integrations.saved import Registered, checkpoints_of
 from zeromesh.integrations.versions import require_attributes, require_known
 from zeromesh.sharding.value import Sharding

@@ -89,10 +89,7 @@ _acts: list[Callable[[], None]] = []  # called by the handler
 def noticing(*numbers: int, twice: bool = False) -> Iterator[None]:
     """Notes signals instead of ending the process. Does nothing outside the main thread, which alone gets signals.
 
-    Args:
-        numbers: of the signals.
-        twice: whether a second one raises SystemExit. A rank that a launcher started may get one signal from several
-            senders.
+    A second one raises SystemExit if `twice`: a rank that a launcher started may get one signal from several senders.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -164,11 +161,8 @@ class NonFinite:
         self.in_a_row = 0
 
     def judge(self, fault: str) -> Remedy:
-        """Counts a bad step; `fault` names it, and the number that was not finite.
-
-        Raises:
-            NonFiniteError: the remedy is to stop, or a bound is exceeded.
-        """
+        """Counts a bad step; `fault` names it, and the number that was not finite. Raises NonFiniteError if the remedy
+        is to stop, or a bound is exceeded."""
         self.in_a_row += 1
         if self.remedy == "stop":
             raise NonFiniteError(

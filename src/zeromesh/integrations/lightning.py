@@ -36,13 +36,13 @@ from zeromesh.engine.whole import whole_state
 from zeromesh.errors import CheckpointError, InputError
 from zeromesh.integrations.methods import (
     clip_grads,
+    give_shards,
     refuse,
     require_plain,
     require_sharding,
     shard_model,
     with_mixed_precision,
 )
-from zeromesh.integrations.optimizers import give_shards
 from zeromesh.integrations.saved import checkpoints_of
 from zeromesh.integrations.versions import require_attributes, require_known
 from zeromesh.sharding.value import Sharding

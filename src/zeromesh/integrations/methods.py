@@ -1,22 +1,25 @@
-"""A model sharded as a library's own wrapper would be, and the methods that it has then beside its class's."""
+"""A model sharded as a library's own wrapper would be, the methods that it has then beside its class's, and optimizers
+that were made before."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh.engine.api import ENGINE
+from zeromesh.engine.optim import check_optimizer
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.engine.shardable import require_unwrapped
 from zeromesh.engine.steps import accumulate, clip_grad_norm_
-from zeromesh.errors import InputError, ModelError
+from zeromesh.errors import InputError, ModelError, OptimizerError
 from zeromesh.modules import DTYPE_NAMES, give_method
 from zeromesh.sharding.value import Sharding
 
@@ -58,13 +61,9 @@ def refuse(options: Sequence[str], why: str = ELSEWHERE) -> None:
 
 
 def require_processes(sharding: Sharding, count: int) -> None:
-    """Checks the number of processes among which a library splits its data.
-
-    Raises:
-        InputError: torch's job has another number of them. accelerate counts one each where it finds no GPU and was not
-            told to use CPUs, and so each would train on all of the data.
-        MeshError: the mesh has another number.
-    """
+    """Checks the number of processes among which a library splits its data. Raises MeshError if the mesh has another
+    number, and InputError if torch's job has: accelerate counts one each where it finds no GPU and was not told to use
+    CPUs, and so each would train on all of the data."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if count != world:
         raise InputError(
@@ -76,10 +75,7 @@ def require_processes(sharding: Sharding, count: int) -> None:
 
 def shard_model(sharding: Sharding, model: nn.Module) -> Any:
     """Shards `model`, and gives it the methods that libraries call on their wrappers: `no_sync`, and transformers' own.
-
-    Returns:
-        By parameter as it was, the shard that it became; weak in the former.
-    """
+    Returns the shard that each parameter became; weak in those."""
     before = list(model.named_parameters(remove_duplicate=False))
     own = next((param.dtype for param in model.parameters() if param.dtype in DTYPE_NAMES), None)
     if "transformers" not in sys.modules:  # so it is none of theirs
@@ -116,3 +112,16 @@ def clip_unscaled(accelerator: Any, parameters: Any, max_norm: float, norm_type:
     """`Accelerator.clip_grad_norm_`."""
     accelerator.unscale_gradients()
     return clip_grads(parameters, max_norm, norm_type)
+
+
+def give_shards(optimizer: Optimizer, shards: MutableMapping[Tensor, Any]) -> None:
+    """Puts shards in the place of the parameters that they were made from, by which they are given. Raises
+    OptimizerError if the optimizer has stepped already, or mixes the elements of a parameter."""
+    if any(param in shards for param in optimizer.state):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} has stepped on the model before it was sharded, so its states are of whole "
+            f"tensors: prepare model and optimizer before the first step"
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [shards.get(param, param) for param in group["params"]]
+    check_optimizer(optimizer)

@@ -28,11 +28,8 @@ Files = Sequence[tuple[str, Path]]
 
 
 def find_files(patterns: Iterable[str], exclude: Sequence[str] = (), *, key: str = "data.files") -> Files:
-    """Files that the globs match, with their names below the globs' fixed part, in the order of names.
-
-    Raises:
-        ConfigError: a glob matches nothing.
-    """
+    """Files that the globs match, with their names below the globs' fixed part, in the order of names. Raises
+    ConfigError if a glob matches nothing."""
     names: dict[Path, str] = {}
     for pattern in patterns:
         expanded = pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
@@ -47,11 +44,8 @@ def find_files(patterns: Iterable[str], exclude: Sequence[str] = (), *, key: str
 
 
 def read_texts(files: Files) -> Iterator[tuple[str, bytes]]:
-    """Every text with its name, which does not depend on where files lie. Files need not be UTF-8.
-
-    Raises:
-        ConfigError: a file cannot be read, or a record has no text; names the first.
-    """
+    """Every text with its name, which does not depend on where files lie. Files need not be UTF-8. Raises ConfigError
+    if a file cannot be read, or a record has no text, and names the first."""
     for name, path in files:
         try:
             if path.is_file() and path.suffix not in (".jsonl", ".parquet"):

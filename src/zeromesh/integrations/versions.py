@@ -13,11 +13,8 @@ from zeromesh.errors import InputError
 
 
 def require_known(library: str) -> None:
-    """Checks the installed version against the extra that has the library's name.
-
-    Raises:
-        InputError: the installed version is outside of the range.
-    """
+    """Checks the installed version against the extra that has the library's name. Raises InputError if the installed
+    version is outside of the range."""
     from packaging.requirements import Requirement  # comes with each of the libraries
 
     installed = version(library)
@@ -38,11 +35,8 @@ def require_attributes(library: str, owner: object, *names: str) -> None:
 
 
 def require_overridden(library: str, ours: type, theirs: type) -> None:
-    """Compares the methods of `ours` that are marked with `typing_extensions.override` with those of `theirs`.
-
-    Raises:
-        InputError: `theirs` has no such method, or one with a parameter that ours does not take.
-    """
+    """Compares the methods of `ours` that are marked with `typing_extensions.override` with those of `theirs`. Raises
+    InputError if `theirs` has no such method, or one with a parameter that ours does not take."""
     for name, method in vars(ours).items():
         if not getattr(method, "__override__", False):
             continue

@@ -104,11 +104,8 @@ def set_variables(rank: int) -> None:
 
 
 def agree_on_device(claim: Claim, store: Store, rank: int, world: int) -> None:
-    """Compares what all ranks claim; collective.
-
-    Raises:
-        InputError: on every rank, if some have no device and others have, or some share one; names those.
-    """
+    """Compares what all ranks claim; collective. Raises InputError, on every rank, if some have no device and others
+    have, or some share one; it names those."""
     store = PrefixStore("zeromesh/devices", store)
     store.set(str(rank), json.dumps(astuple(claim)))
     if rank == 0:  # one reads what all have said, and all read what it has found: few words, where ranks are many

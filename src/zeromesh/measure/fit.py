@@ -40,8 +40,6 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A line through timings."""
-
     line: Line  # through the medians of all rounds
     spread: float  # of the longest messages' timings: half the distance between the quartiles, over the median
     disagreement: float  # between the rates of the first and the second half of the rounds, over that of all
@@ -70,11 +68,8 @@ class Fit:
 
 
 def fit(timings: Mapping[int, Sequence[float]]) -> Fit:
-    """Fits seconds of each round, in their order, by bytes sent by one rank; at least two sizes and 4 rounds.
-
-    Raises:
-        InputError: fewer.
-    """
+    """Fits seconds of each round, in their order, by bytes sent by one rank. Raises InputError for less than two sizes
+    and 4 rounds."""
     rounds = min((len(times) for times in timings.values()), default=0)
     if len(timings) < 2 or rounds < 4:
         raise InputError(f"a fit needs at least 2 sizes and 4 rounds; got {len(timings)} and {rounds}")

@@ -25,8 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import zeromesh as zm
-from zeromesh.cluster.device import Device
-from zeromesh.cluster.kernel import Kernel
+from zeromesh.cluster.device import Device, Kernel
 from zeromesh.cost.compute import ComputeModel, causal_share
 from zeromesh.cost.constants import default_constants
 from zeromesh.launch.ranks import Ranks

@@ -25,11 +25,8 @@ _TIMEOUT_S = 24 * 3600.0
 
 
 def under_torchrun() -> bool:
-    """Whether this process is one of several that torchrun, or whoever sets its variables, has started.
-
-    Raises:
-        ConfigError: its variables are not complete, or another launcher has started several processes without them.
-    """
+    """Whether this process is one of several that torchrun, or whoever sets its variables, has started. Raises
+    ConfigError if its variables are not complete, or another launcher has started several processes without them."""
     return Launched.of(os.environ) is not None
 
 
@@ -84,12 +81,9 @@ def on_all_ranks(
     """Runs `task`, a "module:function", on every rank of `mesh`, with options that JSON can hold.
 
     Without `start`, which runs a command on ranks that know where to meet, they are on this machine. Returns rank 0's
-    result, and None on the other ranks of a torchrun.
-
-    Raises:
-        InputError: the first rank that failed says that its input is wrong.
-        MeshError: the mesh has not as many ranks as there are.
-        RanksFailedError: a rank failed otherwise.
+    result, and None on the other ranks of a torchrun. Raises InputError if the first rank that failed says that its
+    input is wrong; MeshError if the mesh has not as many ranks as there are; RanksFailedError if a rank failed
+    otherwise.
     """
     launched = Launched.of(os.environ)
     if launched is not None:

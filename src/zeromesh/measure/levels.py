@@ -72,11 +72,8 @@ class Found:
 
 
 def find_levels(ranks: Ranks) -> Found:
-    """The levels of all ranks, the same on each; collective.
-
-    Raises:
-        MeshError: on all ranks; hosts have different numbers of ranks, or theirs are no neighbours.
-    """
+    """The levels of all ranks, the same on each; collective. Raises MeshError, on all ranks, if hosts have different
+    numbers of ranks, or ranks that are no neighbours."""
     named: list[str] = [""] * ranks.world
     dist.all_gather_object(named, machine_id())
     machines = Partition(source="hosts of the ranks", parts=tuple(named))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeromesh.cluster.curve import OPERATIONS
+from zeromesh.cluster.level import OPERATIONS
 from zeromesh.comm.collectives import all_gather, all_reduce, reduce_scatter, workspace_bytes
 from zeromesh.comm.exchange import AxisGroup
 from zeromesh.comm.groups import make_groups

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zeromesh.measure.shapes import SHAPES
+from zeromesh.measure.work import SHAPES
 from zeromesh.model.shape import TransformerShape
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zeromesh as zm
 from zeromesh.launch.ranks import Ranks
 from zeromesh.measure.llama import loss_of, make_llama
-from zeromesh.measure.shapes import SHAPES
+from zeromesh.measure.work import SHAPES
 
 MICRO_BATCHES, SEQUENCES, TOKENS, STEPS = 2, 2, 16, 3
 MODEL = "tiny"

@@ -17,11 +17,7 @@ from zeromesh.files import machine_id
 
 def require_places(mesh: Mapping[str, int], store: Store, rank: int, world: int, *, machine: str | None = None) -> None:
     """Compares the ranks' meshes, sizes by axis name, outermost first, with each other and with the machines that the
-    ranks are on; collective, over a store of this start alone.
-
-    Raises:
-        MeshError: on every rank.
-    """
+    ranks are on; collective, over a store of this start alone. Raises MeshError on every rank where they differ."""
     store = PrefixStore("zeromesh/places", store)
     store.set(str(rank), json.dumps([list(mesh.items()), machine or machine_id()]))
     if rank == 0:

@@ -10,10 +10,8 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from zeromesh.cluster.cluster import Cluster
-from zeromesh.cluster.curve import Curve
-from zeromesh.cluster.device import Device
-from zeromesh.cluster.kernel import Kernel
-from zeromesh.cluster.level import Level
+from zeromesh.cluster.device import Device, Kernel
+from zeromesh.cluster.level import Curve, Level
 from zeromesh.cost.constants import default_constants
 from zeromesh.errors import MeasurementError
 from zeromesh.measure.fit import SCATTERING, Fit, fit

@@ -70,11 +70,9 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing has failed."""
         return all(check.status != "failed" for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """The result file."""
         return {**asdict(self), "passed": self.passed}
 
 
@@ -91,11 +89,8 @@ def strategies(mesh: Mesh) -> dict[str, str]:
 
 def selftest(mesh: Mesh, output: Path, *, steps: int = 6) -> Result | None:
     """Runs all checks on the ranks of `mesh`, with so many timed steps of each strategy, and writes the result file;
-    None on ranks of a torchrun other than the first.
-
-    Raises:
-        InputError: the file cannot be written, or the mesh is not that of the ranks.
-    """
+    None on ranks of a torchrun other than the first. Raises InputError if the file cannot be written, or the mesh is
+    not that of the ranks."""
     start = time.monotonic()
     if is_first():
         _note(output, _nothing(mesh), _begun("all ranks start"))

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeromesh.cluster.cluster import Cluster
 from zeromesh.errors import InputError, nearest, one_of
-from zeromesh.measure.shapes import SHAPES
-from zeromesh.measure.work import DTYPES, Work
+from zeromesh.measure.work import DTYPES, SHAPES, Work
 from zeromesh.model.spec import ModelSpec
 from zeromesh.model.transformer import build
 from zeromesh.simulator.result import Simulation
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 class Batch:
     """One rank's batch of a step."""
 
-    model: str = "7M"  # a name of `shapes.SHAPES`
+    model: str = "7M"  # a name of `work.SHAPES`
     dtype: str = "fp32"  # of compute and of both wires; masters and sums are fp32
     sequences: int = 2  # of one micro-batch
     tokens: int = 64
@@ -118,10 +117,9 @@ def measure_round(
     """Measures steps of a model that has taken at least one, in which the engine has learnt the order of its units:
     so many are timed, and so many recorded after them; `mark` is called before and after all, while none is under way.
 
-    Returns:
-        Seconds of each timed step, waits of each recorded one and bytes that a rank sends by axis (all means over the
-        ranks, which wait for each other and so take the same time in the long run), model state in bytes, this rank's
-        events by recorded step, and how many steps lie between the marks.
+    Returns seconds of each timed step, waits of each recorded one and bytes that a rank sends by axis (all means over
+    the ranks, which wait for each other and so take the same time in the long run), model state in bytes, this rank's
+    events by recorded step, and how many steps lie between the marks.
     """
     import torch.distributed as dist
 

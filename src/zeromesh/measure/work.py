@@ -1,4 +1,4 @@
-"""The work of a model's micro-batch, to measure a device with. Torch-free."""
+"""The work of a model's micro-batch, to measure a device with, and the models that measurements train. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,9 +7,29 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from zeromesh.errors import InputError, one_of
-from zeromesh.measure.shapes import llama_shape
 from zeromesh.model.shape import TransformerShape
 from zeromesh.model.spec import ModelSpec, UnitKind
+
+
+def llama_shape(hidden: int, ffn: int, layers: int, heads: int, vocab: int = 512) -> TransformerShape:
+    return TransformerShape(
+        name=f"Llama of {layers} layers of {hidden}",
+        family="llama",
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        ffn=ffn,
+        vocab=vocab,
+    )
+
+
+SHAPES = {  # whose heads are not tied to their embeddings
+    "tiny": llama_shape(64, 172, layers=3, heads=2, vocab=128),
+    "1M": llama_shape(128, 344, layers=5, heads=4),
+    "7M": llama_shape(256, 688, layers=8, heads=4),
+    "30M": llama_shape(512, 1376, layers=10, heads=8),
+    "60M": llama_shape(640, 1720, layers=12, heads=10),
+}
 
 DTYPES = ("fp32", "bf16")
 """That kernels can be measured in."""
@@ -39,11 +59,8 @@ class Work:
 
     @classmethod
     def of(cls, spec: ModelSpec, *, dtypes: Sequence[str], sequences: int, tokens: int, kernels: str = "eager") -> Self:
-        """The work of `spec`.
-
-        Raises:
-            InputError: a dtype or kernels that cannot be measured, no block with attention, or no tokens.
-        """
+        """The work of `spec`. Raises InputError for a dtype or kernels that cannot be measured, no block with
+        attention, or no tokens."""
         if kernels not in MEASURED:
             raise InputError(f"--kernels of a probe must be {one_of(kernels, MEASURED)}")
         for dtype in dtypes:

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from zeromesh.errors import ModelError
-from zeromesh.model.module_recomputation import without_recomputation
 from zeromesh.model.module_trace import AttentionTrace, Most, Product, StepByStep, UnitTrace, storage_of, trace
-from zeromesh.model.module_units import CutUnit, cut
+from zeromesh.model.module_units import CutUnit, cut, without_recomputation
 from zeromesh.model.module_values import KnownValues, Recording
 from zeromesh.model.spec import (
     ActivationSpec,
@@ -57,16 +56,12 @@ ALL_OPERATIONS = 100_000
 
 
 def from_factory(text: str, *, seq_len: int | None, dtype: str = "bf16") -> ModelSpec:
-    """The model that `package.module:function` returns, built and run on fake tensors.
+    """The model that `package.module:function` returns, built and run on fake tensors, with computation and activations
+    in `dtype`.
 
-    Args:
-        text: the function takes no argument and returns a module, or (module, inputs) with inputs a tuple or a
-            dictionary of tensors of shape [1, seq_len, ...].
-        seq_len: tokens in the sequence.
-        dtype: of compute and activations.
-
-    Raises:
-        ModelError: it cannot be imported, called, or run, or its inputs have another length.
+    The function takes no argument and returns a module, or (module, inputs) with inputs a tuple or a dictionary of
+    tensors of shape [1, seq_len, ...]. Raises ModelError if it cannot be imported, called, or run, or its inputs have
+    another length.
     """
     seq_len = required(seq_len)
     function = _find(text)
@@ -89,12 +84,8 @@ def from_factory(text: str, *, seq_len: int | None, dtype: str = "bf16") -> Mode
 def from_module(
     module: nn.Module, *, seq_len: int, dtype: str = "bf16", inputs: Any = None, name: str | None = None
 ) -> ModelSpec:
-    """The description of a module that exists; its parameters are neither read nor changed.
-
-    Args:
-        inputs: a tuple or dictionary of tensors [1, seq_len, ...]; default: token ids, and labels where the module
-            takes them.
-    """
+    """The description of a module that exists; its parameters are neither read nor changed. `inputs` are a tuple or
+    dictionary of tensors [1, seq_len, ...]; default: token ids, and labels where the module takes them."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = _fake_copy(module, DTYPES[dtype])
         name = name or type(module).__name__

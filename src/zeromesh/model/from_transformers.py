@@ -32,11 +32,8 @@ def from_architecture(
     config: Mapping[str, Any], *, name: str, where: str, seq_len: int | None, dtype: str = "bf16"
 ) -> ModelSpec:
     """The model that a config, already read, with its `model_type`, describes, with the head that it is trained with,
-    where it has one. It is run on a sequence of `seq_len` tokens; `where` opens messages.
-
-    Raises:
-        ModelError: transformers does not know the type, cannot build it, or it does not run on token ids.
-    """
+    where it has one. It is run on a sequence of `seq_len` tokens; `where` opens messages. Raises ModelError if
+    transformers does not know the type, cannot build it, or it does not run on token ids."""
     with torch.device("meta"):
         module = _build(dict(config), where)
     try:

@@ -23,12 +23,8 @@ Config = Mapping[str, Any]
 
 def read_config(path: Path, *, seq_len: int | None = None, dtype: str = "bf16") -> ModelSpec:
     """The model that a `config.json` describes. One that has no reader here is run on an input of `seq_len` tokens, and
-    needs it.
-
-    Raises:
-        ModelError: no such file, not JSON, a missing or invalid key, or a `model_type` that is not read here and that
-            transformers cannot build.
-    """
+    needs it. Raises ModelError if there is no such file, it is not JSON, a key is missing or invalid, or its
+    `model_type` is neither read here nor built by transformers."""
     text = read_text(path, kind="a config.json", error=ModelError)
     config = parse_json(text, where=str(path), hint="; a model is given by its config.json", error=ModelError)
     if not isinstance(config, dict):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
 
 from zeromesh.errors import ModelError
 from zeromesh.model.module_calls import as_on_an_accelerator
-from zeromesh.model.module_flops import flops_of
 from zeromesh.model.module_units import CutUnit
 from zeromesh.model.module_values import KnownValues, named_arguments, place_of
 from zeromesh.model.spec import UnitKind
@@ -323,11 +324,8 @@ def trace(
     """One forward and backward of `module` on `inputs`, inside a FakeTensorMode.
 
     Inputs are by keyword, and "*" is a tuple of positional ones; of those that are no fake tensors the values count.
-    `values` learns theirs and those of results. Without `most` any number of operations may run.
-
-    Raises:
-        ModelError: the module cannot run on fake tensors, or gives nothing that a loss could be made of.
-        StepByStep: it runs more than `most`.
+    `values` learns theirs and those of results. Without `most` any number of operations may run. Raises ModelError if
+    the module cannot run on fake tensors, or gives nothing that a loss could be made of; StepByStep beyond `most`.
     """
     tracer = Tracer(module, units, values, most)
     with ExitStack() as stack:
@@ -421,3 +419,42 @@ def _traffic(args: Sequence[Any], out: Any) -> int:
     if all(storage_of(tensor) in storages for tensor in outputs):
         return 0
     return sum(storages.values()) + sum(_nbytes(tensor) for tensor in outputs)
+
+
+# FLOPs ----------------------------------------------------------------------------------------------------------------
+
+
+def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float | None:
+    """FLOPs of one operation, forward or backward: torch's own count, and ours for kernels that torch does not know;
+    None for a function that multiplies no matrices."""
+    packet = func.overloadpacket
+    if packet in _OURS:
+        return _OURS[packet](args)
+    return float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else None
+
+
+def _attention_flops(args: Sequence[Any]) -> float:
+    """Both products of a forward."""
+    return float(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]  # torch's
+
+
+def _grouped_flops(args: Sequence[Any]) -> float:
+    """FLOPs of a grouped product: [rows, inner] and [experts, inner, outer] or, in a backward, [inner, rows] and
+    [rows, outer]."""
+    left, right = args[0].shape, args[1].shape
+    return float(2 * math.prod(left if len(left) == len(right) == 3 else left[-2:]) * right[-1])
+
+
+def _convolution_flops(args: Sequence[Any]) -> float:
+    """torch's count of it leaves out that groups have fewer products."""
+    gradient, x, weight = (tensor.shape for tensor in args[:3])
+    transposed, wanted = args[7], args[10]
+    return float(sum(wanted[:2]) * conv_flop_count(x, weight, gradient, transposed=transposed))
+
+
+_OURS: dict[Any, Callable[[Sequence[Any]], float]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda args: 2.5 * _attention_flops(args[1:]),
+    aten._grouped_mm: _grouped_flops,
+    aten.convolution_backward: _convolution_flops,
+}

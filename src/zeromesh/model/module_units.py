@@ -1,4 +1,4 @@
-"""Cuts a module into units, by the rule that the engine follows too. Imports torch."""
+"""Cuts a module into units, by the rule that the engine follows too, and finds those that recompute. Imports torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from zeromesh.model.spec import UnitKind
-from zeromesh.modules import clean_name, find_blocks, find_edges, is_sharded
+from zeromesh.modules import CHECKPOINTED, WRAPPERS, clean_name, find_blocks, find_edges, is_sharded, unwrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,3 +53,22 @@ def _candidates(module: nn.Module) -> Iterator[tuple[str, UnitKind, nn.Module]]:
     for name, part in module.named_modules():
         if part in kinds and part is not module:
             yield name, kinds[part], part
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether parts of it compute their activations again: by a checkpoint wrapper, or as transformers' do."""
+    return any(
+        CHECKPOINTED in part._modules or getattr(part, "gradient_checkpointing", False) is True
+        for part in module.modules()
+    )
+
+
+def without_recomputation(module: nn.Module) -> nn.Module:
+    """`module`, which is changed: no wrappers, and nothing computed twice."""
+    for part in list(module.modules()):
+        if getattr(part, "gradient_checkpointing", False) is True:
+            part.gradient_checkpointing = False  # type: ignore[assignment]  # no parameter or module
+        for key, child in part._modules.items():
+            if child is not None and key not in WRAPPERS:
+                part._modules[key] = unwrapped(child)
+    return unwrapped(module)

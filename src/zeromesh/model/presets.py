@@ -14,7 +14,6 @@ from zeromesh.model.transformer import build
 
 @cache
 def preset_shapes() -> dict[str, TransformerShape]:
-    """Every preset's shape by name, in the order of the data file."""
     known = tomllib.loads(resources.files("zeromesh.model").joinpath("presets.toml").read_text())
     models = {name: {"family": "llama"} | fields for name, fields in known["models"].items()}
     bases = {name: known["families"].get(fields["family"], {}) for name, fields in models.items()}
@@ -26,11 +25,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset_shape(name: str) -> TransformerShape:
-    """The shape of a preset.
-
-    Raises:
-        ModelError: there is no such preset; the message names the nearest.
-    """
+    """The shape of a preset. Raises ModelError, which names the nearest, if there is no such preset."""
     shapes = preset_shapes()
     if name not in shapes:
         raise ModelError(

@@ -141,8 +141,6 @@ _MOST = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
-    """A decoder-only transformer."""
-
     name: str
     family: str
     hidden: int

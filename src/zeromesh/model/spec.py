@@ -166,13 +166,8 @@ class ActivationSpec:
     elementwise: PerToken = field(default_factory=PerToken)
 
     def saved(self, recomputation: Recomputation) -> PerToken:
-        match recomputation:
-            case Recomputation.NONE:
-                return self.saved_none
-            case Recomputation.SELECTIVE:
-                return self.saved_selective
-            case Recomputation.FULL:
-                return self.saved_full
+        found: PerToken = getattr(self, f"saved_{recomputation.value}")
+        return found
 
     def keeping(self, per_token: float) -> ActivationSpec:
         """With so much more saved under every recomputation."""

@@ -11,15 +11,12 @@ from zeromesh.model.spec import DTYPE_BYTES, MatmulSpec, ModelSpec, PerToken, Te
 
 
 def with_trainable(model: ModelSpec, choice: str) -> ModelSpec:
-    """`model` with another choice of the part that trains.
+    """`model` with another choice of the part that trains. Raises ModelError if it is none of these:
 
-    Args:
-        choice: `all`; a fraction in (0, 1], of the rows of every tensor, in a stack of experts of each, which is how
-            PaRO's partial-parameter training enters its formulas (arXiv 2310.06003); or `lora:RANK`, adapters of that
-            rank on every linear layer of the blocks, all else frozen (arXiv 2106.09685).
-
-    Raises:
-        ModelError: `choice` is none of these.
+    - `all`;
+    - a fraction in (0, 1], of the rows of every tensor, in a stack of experts of each, which is how PaRO's
+      partial-parameter training enters its formulas (arXiv 2310.06003);
+    - `lora:RANK`, adapters of that rank on every linear layer of the blocks, all else frozen (arXiv 2106.09685).
     """
     if choice == "all":
         return model

@@ -76,8 +76,6 @@ class record_trace:  # used as a function that is also a context
 
 
 class _HostClock:
-    """Seconds of the host's clock."""
-
     def mark(self) -> float:
         return time.perf_counter()
 

@@ -76,8 +76,6 @@ GRADIENT, VALUES = 0, 1
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class OwnedBucket:
-    """A bucket on this rank."""
-
     optimizer: Optimizer  # over the tensors that this rank owns
     members: Sequence[Member]  # all tensors of the bucket, the same on all ranks
     rank: int  # this one, among those that hold one copy of the states
@@ -87,12 +85,12 @@ class OwnedBucket:
     device: torch.device  # that messages are sent from, and tensors stepped on
     act: Callable[[Optimizer], object] | None = None  # called with the optimizer in the place of a step
     room_bytes: int = 0  # that the last step has taken
+    values: list[Tensor] = field(default_factory=list)  # kept for this rank's own tensors
     _moving: list[Member] = field(default_factory=list)
     _here: dict[Member, tuple[Tensor, Tensor]] = field(default_factory=dict)  # gradient and values of slices, here
     _held: Held = field(default_factory=dict)
     _landing: list[tuple[Member, Part, int]] = field(default_factory=list)  # and whether it is gradient or values
     _known: set[Member] = field(default_factory=set)  # whose values their owners have, the same on all ranks
-    _values: list[Tensor] = field(default_factory=list)
 
     def forget(self, params: Collection[ShardedParameter]) -> None:
         """Somebody else has changed them: their owners' values are old."""
@@ -145,22 +143,18 @@ class OwnedBucket:
         self._held, self._landing, self._moving, self._here = {}, [], [], {}
         return jobs
 
-    def values(self) -> list[Tensor]:
-        """Values that are kept for this rank's own tensors."""
-        return self._values
-
     def _show_wholes(self) -> None:
         """Gives tensors that are owned here memory, or the slice's if that is all of it: those of one stack beside each
         other."""
         by_whole = {m.whole: m for m in self.members if m.whole is not None}
         own = [by_whole[whole] for stack in self.stacking.stacks(self.optimizer) for whole in stack]
-        if not self._values:
+        if not self.values:
             like = torch.empty(0, device=self.device)
-            self._values = _together([(m.numel, like.to(m.param.local.dtype)) for m in own if not m.lies_here])
+            self.values = _together([(m.numel, like.to(m.param.local.dtype)) for m in own if not m.lies_here])
         moving = [member for member in own if member in self._here]
         grads = [self._here[member][GRADIENT] for member in moving]
         apart = [(m.numel, grad) for m, grad in zip(moving, grads, strict=True) if not m.lies_here]
-        rooms, values = iter(_together(apart)), iter(self._values)
+        rooms, values = iter(_together(apart)), iter(self.values)
         self.room_bytes += sum(numel * grad.itemsize for numel, grad in apart)
         for member in own:
             assert member.whole is not None

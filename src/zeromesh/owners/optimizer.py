@@ -263,12 +263,16 @@ class OwnerOptimizer(Optimizer):
             )
         super().add_param_group(param_group)
 
+    def _living_engine(self) -> Engine:
+        engine = self._engine()
+        if engine is None:
+            raise OptimizerError("the model whose parameters this optimizer steps on has been deleted")
+        return engine
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As the class's own, on all ranks together."""
-        engine, loss = self._engine(), None
-        if engine is None:
-            raise OptimizerError("the model whose parameters this optimizer steps on has been deleted")
+        engine, loss = self._living_engine(), None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -297,9 +301,7 @@ class OwnerOptimizer(Optimizer):
     @torch.no_grad()
     def _call(self, name: str, *args: Any, **kwargs: Any) -> None:
         """A method may change values, as a step does: gradients of zero go with them, and are dropped."""
-        engine = self._engine()
-        if engine is None:
-            raise OptimizerError("the model whose parameters this optimizer steps on has been deleted")
+        engine = self._living_engine()
         stepped = [*self._grad_dtypes]
         shown = [param.grad for param in stepped]
         for param in stepped:
@@ -353,7 +355,7 @@ class OwnerOptimizer(Optimizer):
 
     def kept_values(self) -> list[Tensor]:
         """The values that this rank keeps for tensors that it owns and does not hold whole."""
-        return [values for bucket in self.buckets for values in bucket.values()]
+        return [values for bucket in self.buckets for values in bucket.values]
 
     def kept_bytes(self) -> int:
         """The same once all of its tensors have been stepped on."""

@@ -74,10 +74,8 @@ def _boxes(shape: tuple[int, ...], row: tuple[int, ...], start: int, stop: int, 
 
 
 def runs_of(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Any box of a row-major tensor as contiguous ranges of it: the inverse of `boxes_of`.
-
-    Yields:
-        (where the range starts in the flattened tensor, its length, where it starts in the flattened box).
+    """Any box of a row-major tensor as contiguous ranges of it, the inverse of `boxes_of`: (where the range starts in
+    the flattened tensor, its length, where it starts in the flattened box).
 
     >>> list(runs_of((3, 4), (1, 0), (2, 4)))
     [(4, 8, 0)]

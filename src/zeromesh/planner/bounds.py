@@ -25,8 +25,7 @@ from zeromesh.cost.contention import MOST_TAKEN, taken_share
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.model.spec import ModelSpec, Recomputation, UnitKind, UnitSpec
 from zeromesh.parallel import WHOLE, Parallel
-from zeromesh.planner.elements import Elements, state_degree
-from zeromesh.planner.memory_bound import PREFETCH, MemoryBound
+from zeromesh.planner.memory_bound import PREFETCH, Elements, MemoryBound, state_degree
 from zeromesh.planner.space import STAGES, Block, Integers, divisors
 from zeromesh.planner.time_bound import (
     LANE_ROWS,
@@ -129,7 +128,6 @@ class Bounds:
         return TransferModel.of(self.cluster, self.constants, self.compute)
 
     def micro_batch_s(self, sequences: int, recomputation: Recomputation) -> ComputeSeconds:
-        """Seconds of the forward and backward of one micro-batch."""
         seq_len = self.workload.seq_len
         if self.division is not None:
             return self._divided_s(self.division, self.workload.fixed(sequences, recomputation, self._parallel))

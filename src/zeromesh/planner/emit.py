@@ -42,11 +42,8 @@ _TORCH = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.floa
 
 
 def emit_fsdp2(plan: Plan, model: ModelSpec) -> str:
-    """A Python module with `shard(model)` and `train_step(...)` for torch's `fully_shard`.
-
-    Raises:
-        InputError: FSDP2 cannot express the strategy; names the part.
-    """
+    """A Python module with `shard(model)` and `train_step(...)` for torch's `fully_shard`. Raises InputError, which
+    names the part, if FSDP2 cannot express the strategy."""
     layout = Layout.of(plan.strategy, plan.mesh)
     plan = _in_one_dtype("FSDP2", plan, layout)
     if plan.grad_dtype not in (None, "fp32"):
@@ -90,11 +87,8 @@ def _offloads(engine: str, plan: Plan, sharded: str, replicas: Parts) -> bool:
 
 
 def emit_deepspeed(plan: Plan, model: ModelSpec) -> str:
-    """A DeepSpeed configuration file.
-
-    Raises:
-        InputError: DeepSpeed cannot express the strategy; names the part.
-    """
+    """A DeepSpeed configuration file. Raises InputError, which names the part, if DeepSpeed cannot express the
+    strategy."""
     layout = Layout.of(plan.strategy, plan.mesh)
     parts = _parts("DeepSpeed", plan, layout)
     zero = _deepspeed_zero(plan, parts) | _deepspeed_wires(plan, layout)
@@ -174,11 +168,8 @@ def _deepspeed_wires(plan: Plan, layout: Layout) -> dict[str, object]:
 
 
 def emit_megatron_fsdp(plan: Plan, model: ModelSpec) -> str:
-    """A Python module with `shard(model, optimizer)` for the megatron-fsdp package.
-
-    Raises:
-        InputError: Megatron-FSDP cannot express the strategy; names the part.
-    """
+    """A Python module with `shard(model, optimizer)` for the megatron-fsdp package. Raises InputError, which names the
+    part, if Megatron-FSDP cannot express the strategy."""
     layout = Layout.of(plan.strategy, plan.mesh)
     plan = _in_one_dtype("Megatron-FSDP", plan, layout)
     parts = _parts("Megatron-FSDP", plan, layout)
@@ -204,11 +195,8 @@ def emit_megatron_fsdp(plan: Plan, model: ModelSpec) -> str:
 
 
 def emit_megatron_lm(plan: Plan, model: ModelSpec) -> str:
-    """Arguments of Megatron-LM's pretraining scripts, under comments on what differs.
-
-    Raises:
-        InputError: Megatron-LM cannot express the strategy; names the part.
-    """
+    """Arguments of Megatron-LM's pretraining scripts, under comments on what differs. Raises InputError, which names
+    the part, if Megatron-LM cannot express the strategy."""
     engine, parallel, layout = "Megatron-LM", plan.parallel or WHOLE, Layout.of(plan.strategy, plan.mesh)
     plan = _in_one_dtype(engine, plan, layout)
     (stage, _), *rest = _parts(engine, plan, layout, cut=True, shared=True)
@@ -262,10 +250,8 @@ _TITAN_SCHEDULES = {
 def emit_torchtitan(plan: Plan, model: ModelSpec) -> str:
     """The sections `parallelism`, `training` and `activation_checkpoint` of a torchtitan job file.
 
-    Keys are those of torchtitan/config/job_config.py in pytorch/torchtitan@000204a.
-
-    Raises:
-        InputError: torchtitan cannot express the strategy; names the part.
+    Keys are those of torchtitan/config/job_config.py in pytorch/torchtitan@000204a. Raises InputError, which names the
+    part, if torchtitan cannot express the strategy.
     """
     engine, parallel, layout = "torchtitan", plan.parallel or WHOLE, Layout.of(plan.strategy, plan.mesh)
     plan = _in_one_dtype(engine, plan, layout)

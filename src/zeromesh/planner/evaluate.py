@@ -47,8 +47,6 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Step time and peak memory, of the device and of its host."""
-
     candidate: Candidate
     step_s: float
     memory_bytes: float
@@ -61,8 +59,6 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A candidate with its whole simulation."""
-
     candidate: Candidate
     simulation: Simulation
 
@@ -115,7 +111,6 @@ class Evaluator:
         return self.cluster.host_limit_bytes / self.cluster.machine_devices
 
     def fits(self, estimate: Estimate) -> bool:
-        """Whether it stays within both limits."""
         return self._within(estimate.memory_bytes, estimate.host_memory_bytes)
 
     def has_room(self, candidate: Candidate) -> bool:
@@ -130,11 +125,7 @@ class Evaluator:
         return list(self._estimates.values())
 
     def division(self, parallel: Parallel) -> Division:
-        """Model and cluster, cut.
-
-        Raises:
-            InputError: a degree does not divide what it cuts.
-        """
+        """Model and cluster, cut. Raises InputError if a degree does not divide what it cuts."""
         if parallel not in self._divisions:
             self._divisions[parallel] = Division.of(self.model, self.cluster, parallel, seq_len=self.workload.seq_len)
         return self._divisions[parallel]
@@ -143,12 +134,11 @@ class Evaluator:
         self,
         wires: tuple[str, ...] = (),
         collective: str = AUTO,
-        parallel: Parallel | None = None,
+        parallel: Parallel = WHOLE,
         host: Stage = Stage.ZERO,
     ) -> tuple[Bounds, Bounds]:
         """The bounds for wires by level, lossless ones if none are given, and a strategy's collectives: of time and of
         memory, which differ in a pipeline: its slowest kind of rank, and the first, which holds most."""
-        parallel = parallel or WHOLE
         key = (wires or ("",) * len(self.cluster.levels), collective, parallel, host)
         if key not in self._bounds:
             division = self.division(parallel)
@@ -189,7 +179,6 @@ class Evaluator:
         return setups
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """Step time and memory of `candidate`."""
         if candidate not in self._estimates:
             found = simulate_few(self._setups(candidate))
             if found is None:
@@ -209,7 +198,6 @@ class Evaluator:
         return min(found, key=lambda estimate: (not self.fits(estimate), estimate.step_s))
 
     def choice(self, candidate: Candidate, *, record: bool = False) -> Choice:
-        """`candidate` with its `simulation`."""
         return Choice(candidate=candidate, simulation=self.simulation(candidate, record=record))
 
     def simulation(self, candidate: Candidate, *, record: bool = False) -> Simulation:

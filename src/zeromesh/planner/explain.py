@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -39,8 +39,6 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """One alternative."""
-
     name: str  # that people call it by
     strategy: str  # in the notation
     outcome: Outcome  # excluded: it does not fit
@@ -103,13 +101,13 @@ def _on(cluster: Cluster, strategy: Strategy) -> Strategy:
 
 def _losses(mine: Simulation, theirs: Simulation) -> tuple[tuple[str, float], ...]:
     """Seconds that one pays more than the other, by where; gains are negative."""
-    change: Counter[str] = Counter()
+    change: defaultdict[str, float] = defaultdict(float)
     for sign, simulation in ((-1, mine), (1, theirs)):
         for axes, collective, seconds in simulation.exposed:
             place = "+".join(dict.fromkeys(axis.partition("[")[0] for axis in axes.split("+")))
-            change[f"{_CALLED.get(collective, collective)} on {place}"] += sign * seconds  # type: ignore[assignment]  # counts of seconds
-        change["computation"] += sign * simulation.compute_s  # type: ignore[assignment]  # counts of seconds
-    paid = [(where, float(seconds)) for where, seconds in change.items() if abs(seconds) > 1e-3 * mine.step_s]
+            change[f"{_CALLED.get(collective, collective)} on {place}"] += sign * seconds
+        change["computation"] += sign * simulation.compute_s
+    paid = [(where, seconds) for where, seconds in change.items() if abs(seconds) > 1e-3 * mine.step_s]
     return tuple(sorted(paid, key=lambda pair: -pair[1]))
 
 

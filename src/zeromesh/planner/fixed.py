@@ -30,12 +30,8 @@ def simulate_choices(
     trace: bool = False,
 ) -> tuple[Choice, ...]:
     """Simulates a strategy with what the workload leaves open: the `top` fastest choices that fit, fastest first, else
-    the smallest; the first with its trace, if asked for.
-
-    Raises:
-        MeshError: the strategy does not fit the cluster's levels.
-        InputError: the batch does not divide, or a degree does not.
-    """
+    the smallest; the first with its trace, if asked for. Raises MeshError if the strategy does not fit the cluster's
+    levels; InputError if the batch or a degree does not divide."""
     evaluator = Evaluator(model, cluster, workload, engine, default_constants(), memory_margin)
     best, *others = fastest(evaluator, strategy, workload.parallel, top)
     return (evaluator.choice(best, record=trace), *map(evaluator.choice, others))
@@ -69,9 +65,8 @@ def choices(evaluator: Evaluator, strategy: Strategy, parallel: Parallel = WHOLE
     static, of_activations = evaluator.static_bytes(strategy, parallel), 1 + evaluator.constants.allocator_share
     choices = []
     for setting in settings_of(bounds, of_memory, parallel):
-        candidate = setting.candidate(
-            strategy, parallel, bound_s=float(time.at(setting.micro_batches, setting.compute, optimizer_s)[0])
-        )
+        bound_s = time.at(setting.micro_batches, setting.compute, optimizer_s)
+        candidate = setting.candidate(strategy, float(bound_s[0]))
         choices.append((candidate, static + of_activations * setting.activation_bytes))
     return sorted(choices, key=lambda pair: pair[0].bound_s)
 

@@ -107,10 +107,8 @@ class Imported:
         """The strategy in our notation.
 
         The mesh is (axis, ranks), innermost first, with 0 ranks where they are not known. Default: the file's own, or a
-        node and a cluster, where a group of ranks is taken to be a node.
-
-        Raises:
-            MeshError: a group of ranks is none of the mesh's.
+        node and a cluster, where a group of ranks is taken to be a node. Raises MeshError if a group of ranks is none
+        of the mesh's.
         """
         axes = mesh or self.mesh or (("node", 0), ("cluster", 0))
         (inner, left), (outer, _) = self.parts[0], self.parts[-1]
@@ -156,11 +154,8 @@ def is_file(strategy: str) -> bool:
 
 
 def read_strategy(text: str, mesh: Sizes) -> str:
-    """A strategy's text; of a file, the strategy that it means on the mesh, whose sizes come innermost first.
-
-    Raises:
-        InputError, MeshError: as `read_file` and `Imported.strategy`.
-    """
+    """A strategy's text; of a file, the strategy that it means on the mesh, whose sizes come innermost first. Raises
+    InputError or MeshError as `read_file` and `Imported.strategy`."""
     if not is_file(text):
         return text
     found = read_file(Path(text))
@@ -168,11 +163,8 @@ def read_strategy(text: str, mesh: Sizes) -> str:
 
 
 def read_file(path: Path) -> Plan | Imported:
-    """Reads a plan of ours, or a file of another library.
-
-    Raises:
-        InputError: it cannot be read, or is of none of them.
-    """
+    """Reads a plan of ours, or a file of another library. Raises InputError if it cannot be read, or is of none of
+    them."""
     if path.suffix == ".json" and "zeromesh_plan" in read_text(path, kind="a plan"):
         return Plan.load(path)
     return read_foreign(path)
@@ -195,11 +187,7 @@ def sharding_options(path: Path, mesh: Any) -> dict[str, Any]:
 
 
 def read_foreign(path: Path) -> Imported:
-    """Reads a file of another library.
-
-    Raises:
-        InputError: it cannot be read, or is of none of them.
-    """
+    """Reads a file of another library. Raises InputError if it cannot be read, or is of none of them."""
     found, fsdp = _tables(path), {}
     if isinstance(section := found.get("fsdp_config", found), dict):
         fsdp = {f"fsdp_{key.removeprefix('fsdp_')}": value for key, value in section.items()}

@@ -35,16 +35,12 @@ NAMES = ("metrics.jsonl", "trainer_state.json", "train_results.json", "all_resul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """Seconds of a step, and whose they are."""
-
     step_s: float
     source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A device calibrated by a measured step."""
-
     measured: MeasuredStep
     predicted_s: float  # before the calibration
     factor: float  # of the device's rates
@@ -77,10 +73,7 @@ class Calibration:
 def read_run(run: str, tokens: int) -> MeasuredStep:
     """A step, of so many tokens, of a run: given by tokens a second of all devices together; or by a `metrics.jsonl` of
     `zeromesh train`, a `trainer_state.json` or `train_results.json` of transformers' Trainer, or their directory.
-
-    Raises:
-        InputError: it is none of these, or its steps are of other sizes.
-    """
+    Raises InputError if it is none of these, or its steps are of other sizes."""
     rate = run.lower().replace("tokens/s", "").replace("_", "").replace(",", "").strip()
     try:
         per_second = float(rate)
@@ -94,11 +87,8 @@ def read_run(run: str, tokens: int) -> MeasuredStep:
 def calibrate(
     cluster: Cluster, measured: MeasuredStep, strategy: str, predict: Callable[[Cluster], Simulation]
 ) -> Calibration:
-    """The factor with which `predict`, the step of the run's layout on a cluster, takes the measured seconds.
-
-    Raises:
-        InputError: no device, however fast or slow, gives them.
-    """
+    """The factor with which `predict`, the step of the run's layout on a cluster, takes the measured seconds. Raises
+    InputError if no device, however fast or slow, gives them."""
     predicted = predict(cluster).step_s
     low, high = SLOWEST, FASTEST
     if not predict(_scaled(cluster, high)).step_s <= measured.step_s <= predict(_scaled(cluster, low)).step_s:

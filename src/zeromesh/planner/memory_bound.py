@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
-from zeromesh.model.spec import DTYPE_BYTES, ModelSpec, Recomputation, UnitKind
-from zeromesh.parallel import WHOLE, Parallel
-from zeromesh.planner.elements import Elements, state_degree
+from zeromesh.model.spec import DTYPE_BYTES, ModelSpec, Recomputation, TensorSpec, UnitKind
+from zeromesh.parallel import WHOLE
 from zeromesh.planner.space import STAGES, Block
 from zeromesh.planner.time_bound import Floats
 from zeromesh.planner.workload import Workload
@@ -29,8 +30,65 @@ from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.simulator.computation import held_bytes
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.memory import MOMENTS
+from zeromesh.simulator.owned import is_matrix
 from zeromesh.strategy import Stage, Wire
 from zeromesh.wires import coded
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Element counts of a model, split by whether they are experts that `ep` ranks divide; frozen codes, whose elements
+    are of other sizes than those of parameters, are left out of lower bounds."""
+
+    model: ModelSpec
+    ep: int
+
+    def layouts(self, block: Block) -> Iterator[tuple[Block, tuple[int, int]]]:
+        """Layouts with the elements, all and trainable, that lie in them: `block` for all but the experts that ep cuts,
+        which have what its ranks leave of it."""
+        yield block, self.total[False]
+        if self.total[True][0]:
+            yield block.without(self.ep), self.total[True]
+
+    @cached_property
+    def total(self) -> dict[bool, tuple[int, int]]:
+        """All and trainable, of what is no experts and of those."""
+        units = self.model.units
+        trained = {part: sum(u.count * of[id(u)][0] for u in units) for part, of in self.by_unit.items()}
+        return {
+            part: (sum(u.count * sum(of[id(u)]) for u in units), trained[part]) for part, of in self.by_unit.items()
+        }
+
+    @cached_property
+    def by_unit(self) -> dict[bool, dict[int, tuple[int, int]]]:
+        """Trainable and frozen elements of each unit: of what is no experts, and of those."""
+        found: dict[bool, dict[int, tuple[int, int]]] = {False: {}, True: {}}
+        for unit in self.model.units:
+            trained, frozen = (
+                sum(t.num_elements for t in unit.tensors if t.ep > 1 and t.trainable is trainable)
+                for trainable in (True, False)
+            )
+            codes = sum(t.num_elements for t in unit.tensors if t.dtype is not None)
+            found[False][id(unit)] = (unit.num_trainable - trained, unit.num_frozen - frozen - codes)
+            found[True][id(unit)] = (trained, frozen)
+        return found
+
+    @cached_property
+    def matrices(self) -> list[TensorSpec]:
+        """The matrices that Muon steps on."""
+        return [
+            tensor
+            for unit in self.model.units
+            for tensor in unit.tensors
+            if is_matrix(unit, tensor)
+            for _ in range(unit.count)
+        ]
+
+
+def state_degree(block: Block) -> npt.NDArray[np.float64]:
+    """Into how many shards each layout of `block` cuts optimizer states."""
+    return np.asarray(block.degree(*[stage for stage in STAGES if stage.shards_states]), dtype=np.float64)
+
 
 PREFETCH = 1
 """Units gathered ahead, the notation's default; the planner searches no other."""
@@ -54,20 +112,16 @@ class MemoryBound:
     elements: Elements
     workload: Workload
     world: int  # ranks that may share the model's states
-    wires: tuple[str, ...] = ()
-    planned: bool = True  # the engine allocates reduce slots once, as ours does
-    joins: bool = False  # it joins units where no parameters are sharded
-    division: Division | None = None
-    part: int = 0
-    host: Stage = Stage.ZERO
+    wires: tuple[str, ...]
+    planned: bool  # the engine allocates reduce slots once, as ours does
+    joins: bool  # it joins units where no parameters are sharded
+    division: Division | None
+    part: int
+    host: Stage
 
     @property
     def model(self) -> ModelSpec:
         return self.elements.model
-
-    @property
-    def _parallel(self) -> Parallel:
-        return WHOLE if self.division is None else self.division.parallel
 
     def state_bytes(self, block: Block) -> Floats:
         """Parameters, gradients, optimizer states, kept copies and slots of each layout, on the device."""
@@ -155,7 +209,7 @@ class MemoryBound:
         """Parameters, gradients and optimizer states where everything is sharded over all ranks."""
         work, world = self.workload, float(self.world)
         of_trained = DTYPE_BYTES[work.grad_dtype] + self._state_width
-        shards = {False: world, True: world / self._parallel.ep}
+        shards = {False: world, True: world / self.elements.ep}
         params, trained = (sum(self.elements.total[part][i] / shards[part] for part in shards) for i in range(2))
         fewer = self._fewer_moments / world
         return self.model.whole_bytes - fewer + DTYPE_BYTES[work.param_dtype] * params + of_trained * trained
@@ -175,9 +229,10 @@ class MemoryBound:
 
     def activation_bytes(self, sequences: int, recomputation: Recomputation) -> float:
         """Alive at the end of the forward of one micro-batch."""
-        work = self.workload.fixed(sequences, recomputation, self._parallel)
+        parallel = WHOLE if self.division is None else self.division.parallel
+        work = self.workload.fixed(sequences, recomputation, parallel)
         found = work.micro_batch_tokens * self.model.peak_activation_bytes(work.seq_len, recomputation)
         if self.division is None:
             return found
         count = work.global_batch_tokens // (work.micro_batch_tokens * self.world)
-        return found + held_bytes(self.division.parts[self.part], self._parallel, work, count)
+        return found + held_bytes(self.division.parts[self.part], parallel, work, count)

@@ -35,8 +35,6 @@ TRACED_MICRO_BATCHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The planner's answer."""
-
     model: ModelSpec
     cluster: Cluster  # cut to the world in use
     workload: Workload
@@ -55,7 +53,6 @@ class Planned:
 
     @property
     def plan(self) -> Plan:
-        """The best choice as a value to run."""
         return as_plan(self.best, self.cluster, self.workload)
 
     def to_json(self) -> dict[str, Any]:

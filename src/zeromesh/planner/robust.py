@@ -1,9 +1,8 @@
 """How far a recommendation rests on constants that public measurements leave open.
 
-Some constants of the cost model have a stated range (`zeromesh.cost.provenance`). Each that matters for the cluster is
+Some constants of the cost model have a stated range (`cost.constants.provenance`). Each that matters for the cluster is
 set to either end of its range, with the others as shipped, and the fastest layouts of a few kinds are simulated there.
-A layout's regret is how much longer its step takes than the shortest there, at the worst of all ends, as a share of
-it.
+A layout's regret is how much longer its step takes than the shortest there, at the worst of all ends, as a share of it.
 """
 
 from __future__ import annotations

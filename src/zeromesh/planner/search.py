@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
 from typing import Literal
 
@@ -85,7 +84,6 @@ class Found:
 
     @property
     def best(self) -> Estimate:
-        """The fastest that fits."""
         return self.ranked[0]
 
     @property
@@ -113,7 +111,6 @@ class Rows:
     lower bounds."""
 
     space: Space
-    parallel: Parallel
     setting: Setting
     indices: tuple[Integers, ...]  # by level, of its cuts
     step_s: Floats
@@ -122,10 +119,13 @@ class Rows:
     stages: Integers
 
     def candidate(self, row: int) -> Candidate:
-        bounds = self.setting.bounds
-        strategy = self.space.strategy([int(column[row]) for column in self.indices], bounds.wires)
-        strategy = replace(strategy, collective=bounds.collective, host=bounds.host)
-        return self.setting.candidate(strategy, self.parallel, float(self.step_s[row]))
+        return _candidate(self.space, self.setting, [column[row] for column in self.indices], float(self.step_s[row]))
+
+
+def _candidate(space: Space, setting: Setting, cuts: Sequence[int], bound_s: float) -> Candidate:
+    strategy = space.strategy(cuts, setting.bounds.wires)
+    strategy = replace(strategy, collective=setting.bounds.collective, host=setting.bounds.host)
+    return setting.candidate(strategy, bound_s)
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class _Pool:
         """The layouts that another engine can run: all engines have one stage, or one inside of another."""
         assert self.refuses is not None
         few = np.flatnonzero(block.num_runs() <= 2)
-        strategies = (space.strategy([int(column[row]) for column in block.indices], bounds.wires) for row in few)
+        strategies = (space.strategy([column[row] for column in block.indices], bounds.wires) for row in few)
         refused = [self.refuses(replace(strategy, host=bounds.host), parallel) for strategy in strategies]
         self.refused = self.refused or next(filter(None, refused), None)
         return block.choose(few[np.array([error is None for error in refused], dtype=bool)])
@@ -245,15 +245,8 @@ def search(
         ranked = _fitting(evaluator)
     if not ranked:
         if options.host == "auto" and not hostless:
-            return search(
-                model,
-                cluster,
-                workload,
-                options=replace(asked, host="any"),
-                engine=engine,
-                space=space,
-                refuses=refuses,
-            )
+            any_host = replace(asked, host="any")
+            return search(model, cluster, workload, options=any_host, engine=engine, space=space, refuses=refuses)
         if pool.smallest is None:
             assert pool.refused is not None  # nothing else leaves a space empty
             raise pool.refused
@@ -319,14 +312,7 @@ def _fill(
     """Adds what may fit in memory and be faster than `best_s`."""
     every = list(settings_of(bounds, of_memory, parallel))
     least = min(every, key=lambda setting: setting.extra_bytes)
-    rows_of, limit_bytes = partial(Rows, space=space, parallel=parallel), evaluator.limit_bytes
-
-    def one(block: Block, row: int) -> Candidate:
-        chosen, nothing = block.choose(np.array([row])).indices, np.zeros(1)
-        none = nothing.astype(np.int64)
-        only = rows_of(setting=least, indices=chosen, step_s=nothing, memory=nothing, parts=none, stages=none)
-        return only.candidate(0)
-
+    limit_bytes = evaluator.limit_bytes
     for block in space.blocks():
         if bounds.overlapping:
             # Those that shard over one level do not differ; those that replicate over several sum by level.
@@ -337,14 +323,16 @@ def _fill(
         pool.searched += len(block) * len(every)
         crowded = np.flatnonzero((host > evaluator.host_limit_bytes) & (state + least.extra_bytes <= limit_bytes))
         if len(crowded) and (least_host := host[crowded].min()) < pool.least_host_bytes:
-            pool.least_host_bytes, pool.crowded = least_host, one(block, crowded[host[crowded].argmin()])
+            pool.least_host_bytes, row = least_host, crowded[host[crowded].argmin()]
+            pool.crowded = _candidate(space, least, [column[row] for column in block.indices], 0.0)
         order = np.argsort(state, kind="stable")
         order = order[host[order] <= evaluator.host_limit_bytes]
         pool.pruned += (len(block) - len(order)) * len(every)
         if not len(order):
             continue
         if (smallest := float(state[order[0]]) + least.extra_bytes) < pool.smallest_bytes:
-            pool.smallest_bytes, pool.smallest = smallest, one(block, order[0])
+            cuts = [column[order[0]] for column in block.indices]
+            pool.smallest_bytes, pool.smallest = smallest, _candidate(space, least, cuts, 0.0)
         fitting = [int(np.searchsorted(state[order], limit_bytes - s.extra_bytes, side="right")) for s in every]
         pool.pruned += len(order) * len(every) - sum(fitting)
         fitting = [count if s.least_s < best_s else 0 for s, count in zip(every, fitting, strict=True)]
@@ -355,7 +343,8 @@ def _fill(
         parts, stages = smaller.num_parts() + hosted_kinds(bounds.host), smaller.num_stages()
         for setting, count in zip(every, fitting, strict=True):
             if count:
-                rows = rows_of(
+                rows = Rows(
+                    space=space,
                     setting=setting,
                     indices=tuple(column[:count] for column in smaller.indices),
                     step_s=time.first(count).at(setting.micro_batches, setting.compute, optimizer_s[:count]),

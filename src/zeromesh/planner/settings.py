@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeromesh.cost.memory import overhead_bytes
 from zeromesh.errors import InputError
 from zeromesh.model.spec import Recomputation
 from zeromesh.parallel import Parallel
@@ -21,6 +20,7 @@ class Setting:
     """A micro-batch and a recomputation, with what they take for any layout."""
 
     bounds: Bounds
+    parallel: Parallel
     micro_batch: int
     micro_batches: int
     recomputation: Recomputation
@@ -31,14 +31,13 @@ class Setting:
     def compute(self) -> ComputeSeconds:
         return self.bounds.micro_batch_s(self.micro_batch, self.recomputation)
 
-    def candidate(self, strategy: Strategy, parallel: Parallel, bound_s: float) -> Candidate:
-        """A layout with it."""
+    def candidate(self, strategy: Strategy, bound_s: float) -> Candidate:
         return Candidate(
             strategy=strategy,
             micro_batch=self.micro_batch,
             micro_batches=self.micro_batches,
             recomputation=self.recomputation,
-            parallel=parallel,
+            parallel=self.parallel,
             bound_s=bound_s,
         )
 
@@ -54,14 +53,14 @@ def settings_of(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterat
     for recomputation in workload.recomputations():
         for micro_batch, micro_batches in workload.splits(bounds.cluster.world, parallel):
             activations = of_memory.memory.activation_bytes(micro_batch, recomputation)
-            overhead = overhead_bytes(
-                bounds.constants,
+            overhead = bounds.constants.overhead_bytes(
                 messages=bounds.cluster.messages,
                 communicators=bounds.mechanics.communicators * sum(size > 1 for _, size in bounds.cluster.axes),
                 dynamic_bytes=activations,
             )
             yield Setting(
                 bounds=bounds,
+                parallel=parallel,
                 micro_batch=micro_batch,
                 micro_batches=micro_batches,
                 recomputation=recomputation,
@@ -88,10 +87,7 @@ def screened(evaluator: Evaluator, *, hosted: bool = False) -> list[tuple[Parall
 
     Where all degrees are given it is those. Else those that divide what they cut, without what cannot fit even if all
     state is sharded over all ranks, or lies in the host's memory if `hosted`; where none fits, the one that needs
-    least, for the message.
-
-    Raises:
-        InputError: the degrees do not divide, or of those that are left open none do.
+    least, for the message. Raises InputError if given degrees do not divide, or none of those that are left open does.
     """
     choices = list(evaluator.workload.parallels(evaluator.cluster.world))
     if len(choices) == 1:

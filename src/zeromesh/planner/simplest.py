@@ -63,10 +63,8 @@ def simplest(
 ) -> Estimate:
     """The layout to recommend; the fastest itself where no candidate leaves enough memory free.
 
-    Args:
-        known: strategies that people know by name.
-        within: share of the fastest step that a simpler layout may take longer.
-        max_simulations: simulated at most; None: as many as it takes to prove that no simpler layout is near.
+    People know the strategies `known` by name. A simpler layout may take longer by the share `within` of the fastest
+    step. At most `max_simulations` are made; None: as many as it takes to prove that no simpler layout is near.
     """
     most_bytes = _most_bytes(evaluator)
     roomy = [(simplicity(evaluator, e, known), e) for e in found.ranked if e.memory_bytes <= most_bytes]

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, reduce
 from itertools import combinations, permutations
+from math import prod
 from typing import Any, Literal
 
 import numpy as np
@@ -208,15 +209,9 @@ class Space:
 
     def blocks(self) -> Iterator[Block]:
         """All legal layouts, each once."""
-        inner, outer = self._inner_levels()
-        grid = _crossed([len(self.cuts[level]) for level in inner])
-        outer_grid = _crossed([len(self.cuts[level]) for level in outer])
-        rows, outer_rows = len(grid[0]), len(outer_grid[0]) if outer else 1
-        at_once = max(1, _BLOCK_ROWS // rows)
-        for start in range(0, outer_rows, at_once):
-            chunk = [column[start : start + at_once] for column in outer_grid]
-            repeats = len(chunk[0]) if outer else 1
-            indices = [*(np.tile(column, repeats) for column in grid), *(np.repeat(column, rows) for column in chunk)]
+        counts = [len(cuts) for cuts in self.cuts]
+        for start in range(0, prod(counts), _BLOCK_ROWS):
+            indices = np.unravel_index(np.arange(start, min(start + _BLOCK_ROWS, prod(counts))), counts)
             keep = self._legal(indices)
             if keep.any():
                 chosen = tuple(index[keep] for index in indices)
@@ -224,16 +219,6 @@ class Space:
                 columns = range(len(STAGES))
                 sizes = tuple(tuple(cuts.sizes[index, column] for column in columns) for cuts, index in cut)
                 yield Block(indices=chosen, sizes=sizes)
-
-    def _inner_levels(self) -> tuple[list[int], list[int]]:
-        """The levels crossed at once, as many as fit in a block, and those walked one by one."""
-        rows, count = 1, 0
-        for cuts in self.cuts:
-            if count and rows * len(cuts) > _BLOCK_ROWS:
-                break
-            rows, count = rows * len(cuts), count + 1
-        levels = list(range(len(self.cuts)))
-        return levels[:count], levels[count:]
 
     def _legal(self, indices: Sequence[Integers]) -> npt.NDArray[np.bool_]:
         """Not 2 beside 3d, and no kept axis more significant than one that is not kept."""
@@ -273,8 +258,3 @@ def _with_wire(term: str, wire: str) -> str:
     if term.endswith("=0"):
         return f"{term}@/{grad}" if grad else term
     return f"{term}@{param}/{grad}" if param or grad else term
-
-
-def _crossed(counts: Sequence[int]) -> list[Integers]:
-    grids = np.meshgrid(*[np.arange(count) for count in counts], indexing="ij") if counts else []
-    return [np.asarray(grid.reshape(-1), dtype=np.int64) for grid in grids]

@@ -103,7 +103,6 @@ class TimeBound:
     stepped: Floats  # h
 
     def first(self, count: int) -> TimeBound:
-        """The bound of the first `count` layouts."""
         return replace(
             self,
             lanes=self.lanes[:, :count],

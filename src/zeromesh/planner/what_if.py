@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from zeromesh.cluster.cluster import Cluster
-from zeromesh.cluster.curve import Curve
 from zeromesh.cluster.device import Device
-from zeromesh.cluster.level import Level
+from zeromesh.cluster.level import Curve, Level
 from zeromesh.cost.constants import default_constants
 from zeromesh.errors import InputError
 from zeromesh.units import parse_bytes, parse_bytes_per_s, parse_flop_per_s, parse_seconds

@@ -127,7 +127,7 @@ class Workload:
         for degrees in product(*given):
             yield self._parallel(dict(zip(DEGREES, degrees, strict=True)))
 
-    def splits(self, world: int, parallel: Parallel | None = None) -> Iterator[tuple[int, int]]:
+    def splits(self, world: int, parallel: Parallel = WHOLE) -> Iterator[tuple[int, int]]:
         """(sequences per micro-batch, micro-batches per step) on `world` data-parallel ranks, smallest micro-batch
         first; without degrees every rank has sequences of its own, and there is no pipeline.
 
@@ -135,7 +135,6 @@ class Workload:
             InputError: the batch does not divide among the devices, or not into the given micro-batch, or does not fill
                 the pipeline.
         """
-        parallel = parallel or WHOLE
         share = self.sequences_per_device(world // parallel.cp)
         if self.micro_batch is None:
             parallel.check_micro_batches(share)
@@ -153,13 +152,13 @@ class Workload:
             parallel.check_micro_batches(share // self.micro_batch)
             yield self.micro_batch, share // self.micro_batch
 
-    def fixed(self, micro_batch: int, recomputation: Recomputation, parallel: Parallel | None = None) -> FixedWorkload:
+    def fixed(self, micro_batch: int, recomputation: Recomputation, parallel: Parallel = WHOLE) -> FixedWorkload:
         """The workload with its open choices made; degrees are 1 unless given."""
         same = ("seq_len", "global_batch_tokens", *DTYPE_FIELDS, "optimizer", "ownership")
         return FixedWorkload(
             micro_batch=micro_batch,
             recomputation=recomputation,
-            parallel=parallel or WHOLE,
+            parallel=parallel,
             **{name: getattr(self, name) for name in same},
         )
 

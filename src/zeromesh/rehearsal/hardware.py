@@ -1,19 +1,138 @@
-"""The device and links that a rehearsal is timed on, and the size of the device's memory."""
+"""The device and links that a rehearsal is timed on, and the size of the device's memory.
+
+[Note: Kernels] Matrix products and attention take the time of their FLOPs, by torch's own formulas
+(`torch.utils.flop_counter`) and the constants with which plans are made: [Note: Shape classes] of `zeromesh.cost`.
+Every other kernel takes the time of its bytes: it reads each argument and writes each result once. A view of another
+tensor counts its own bytes in memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
 
 from zeromesh.cluster.cluster import Cluster
 from zeromesh.cost.collective import FREE, CollectiveCost, Operation
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import default_constants
-from zeromesh.cost.memory import overhead_bytes
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.errors import InputError
-from zeromesh.rehearsal.kernels import KernelModel
+from zeromesh.modules import DTYPE_NAMES
 from zeromesh.simulator.run import DEFAULT_MARGIN
 from zeromesh.strategy import Axis
+
+aten = torch.ops.aten
+
+Shapes = tuple[float, float, float]
+"""Rows, inner and outer dimension of a matrix product."""
+
+_PRODUCTS: dict[Any, Callable[..., Shapes]] = {
+    aten.mm: lambda a, b, *_: (a.shape[0], a.shape[1], b.shape[1]),
+    aten.addmm: lambda _, a, b, *__: (a.shape[0], a.shape[1], b.shape[1]),
+    aten.bmm: lambda a, b, *_: (a.shape[1], a.shape[2], b.shape[2]),
+    aten.baddbmm: lambda _, a, b, *__: (a.shape[1], a.shape[2], b.shape[2]),
+}
+
+_LOOK_UP = (aten.embedding, aten.index, aten.index_select, aten.gather, aten.take_along_dim)
+"""They read of their table as much as they write."""
+
+_OVERWRITE = (aten.copy_, aten.fill_, aten.zero_, aten._foreach_copy_, aten._foreach_zero_, aten.normal_, aten.uniform_)
+"""They do not read their destination."""
+
+_BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelModel:
+    """Seconds of kernels on a device."""
+
+    compute: ComputeModel
+    _by_dtype: dict[torch.dtype, ComputeModel] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def seconds(self, function: OpOverload | None, args: Sequence[Any], result: Any, *, backward: bool) -> float:
+        """Seconds of one launch of an operator, with all of its arguments, in the order of its schema; without one, of
+        a copy from the first argument to the second. In a `backward` matrix products run at another rate."""
+        formula = None if function is None else _formula(function)
+        if function is None or formula is None:
+            return self.compute.memory(moved_bytes(function, args, result))
+        packet = function._overloadpacket
+        declared = function._schema.arguments
+        named = {d.name: value for d, value in zip(declared, args, strict=True)}
+        positional = [named[d.name] for d in declared if not d.kwarg_only]
+        options = {d.name: named[d.name] for d in declared if d.kwarg_only}
+        flops = float(formula(*positional, **options, out_val=result))
+        compute = self._of(next(tensors_of(args)).dtype)
+        shapes = _PRODUCTS.get(packet)
+        if shapes is not None:
+            return compute.product(*(max(1.0, n) for n in shapes(*args)), flops=flops, backward=backward)
+        if "scaled_dot_product" in packet.__name__:
+            flops /= 2 if named.get("is_causal") else 1
+            return compute.attention(flops, backward=_BACKWARD in packet.__name__)
+        return flops / (compute.matrix_flops * compute.constants.matmul_share)
+
+    def moves(self, function: OpOverload | None) -> bool:
+        """Whether it waits for memory and computes next to nothing."""
+        return function is None or _formula(function) is None
+
+    def _of(self, dtype: torch.dtype) -> ComputeModel:
+        """At the rates of a dtype, where the device has rates for it."""
+        if dtype not in self._by_dtype:
+            name = self.compute.device.compute_dtype(DTYPE_NAMES.get(dtype, ""))
+            self._by_dtype[dtype] = replace(self.compute, dtype=name)
+        return self._by_dtype[dtype]
+
+
+@cache
+def _formula(function: OpOverload) -> Callable[..., int] | None:
+    """Torch's of its FLOPs; that of fused attention for the virtual device's own."""
+    packet = function._overloadpacket
+    if function.namespace == "zeromesh":
+        fused = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
+        packet = fused[_BACKWARD in packet.__name__]
+    formula: Callable[..., int] | None = flop_registry.get(packet)
+    return formula
+
+
+def moved_bytes(function: OpOverload | None, args: Sequence[Any], result: Any) -> int:
+    """Bytes that a kernel reads and writes: [Note: Kernels]."""
+    made = sum(map(_held_bytes, tensors_of((result,))))
+    sizes = [sum(map(_held_bytes, tensors_of((value,)))) for value in args]
+    if function is None:
+        return sum(sizes)
+    packet = function._overloadpacket
+    if packet in _LOOK_UP:
+        return 2 * made
+    read = written = 0
+    for declared, size in zip(function._schema.arguments, sizes, strict=True):
+        writes = declared.alias_info is not None and declared.alias_info.is_write
+        written += size if writes else 0
+        read += 0 if writes and (packet in _OVERWRITE or declared.is_out) else size
+    return read + (written or made)  # tensors that are written in place are returned too
+
+
+def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments or results of an operator, lists entered."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_of(value)
+
+
+def _held_bytes(tensor: Tensor) -> int:
+    """Bytes that a tensor really holds: an expanded one's storage, a sharded parameter's slice."""
+    with torch._C.DisableTorchFunctionSubclass():
+        sizes, strides = Tensor.size(tensor), Tensor.stride(tensor)
+    return prod(size for size, stride in zip(sizes, strides, strict=True) if stride) * tensor.element_size()
+
 
 _WORD_BYTES = 4
 
@@ -35,9 +154,8 @@ class Hardware:
 
     def overhead_bytes(self, communicators: int) -> float:
         """Memory of a process besides its tensors; the allocator's loss is part of reserved memory."""
-        return overhead_bytes(
-            self.constants, messages=self.cluster.messages, communicators=communicators, dynamic_bytes=0.0
-        )
+        messages = self.cluster.messages
+        return self.constants.overhead_bytes(messages=messages, communicators=communicators, dynamic_bytes=0.0)
 
     def require_levels(self, axes: Sequence[Axis]) -> None:
         """Raises InputError for an axis, of the mesh of a part say, that is no level of the cluster."""

@@ -26,13 +26,9 @@ def rehearse_config(
     path: Path, overrides: Sequence[str] = (), *, world: int = 0, ranks: Sequence[int] = (0,), traced: bool = False
 ) -> list[Rehearsal]:
     """Rehearses a step of a configured run, as `zeromesh train` takes it, on each of `ranks`, at least one. The mesh
-    must have `world` ranks, 0 for any number. If its timeline is asked for (`traced`), it needs a cluster.
-
-    Raises:
-        InputError: the configuration is wrong, the mesh has another number of ranks or not those ranks, or the virtual
-            device cannot be had.
-        RanksFailedError: a process has failed.
-    """
+    must have `world` ranks, 0 for any number. If its timeline is asked for (`traced`), it needs a cluster. Raises
+    InputError if the configuration is wrong, the mesh has another number of ranks or not those ranks, or the virtual
+    device cannot be had; RanksFailedError if a process has failed."""
     config = load_config(path, overrides)
     if world:
         config = config.on_world(world, asker="--world asks for {world}")

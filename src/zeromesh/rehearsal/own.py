@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.cluster.catalogue import find_cluster
 from zeromesh.cluster.cluster import Cluster
-from zeromesh.rehearsal.compare import failures_of
-from zeromesh.rehearsal.result import Rehearsal
+from zeromesh.rehearsal.result import Rehearsal, failures_of
 from zeromesh.rehearsal.show import rehearsal_page
 from zeromesh.rehearsal.steps import Stage
 from zeromesh.rehearsal.virtual import virtual_rank

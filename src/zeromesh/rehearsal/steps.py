@@ -78,11 +78,8 @@ class Stage:
         self.places = Places(self.peaks.left)
 
     def take(self, step: Callable[[], object], model: nn.Module, optimizer: Optimizer, *, rank: int) -> Rehearsal:
-        """Rehearses steps of a sharded model, each a whole one, the optimizer's included: [Note: Steps].
-
-        Raises:
-            InputError: the cluster has no level of the name of an axis.
-        """
+        """Rehearses steps of a sharded model, each a whole one, the optimizer's included: [Note: Steps]. Raises
+        InputError if the cluster has no level of the name of an axis."""
         engine, failures = engine_of(model), list[str]()
         found: dict[str, Any] = {}  # of the rehearsal's fields, as far as the steps come
         if self.hardware is not None:

@@ -131,13 +131,11 @@ class _Device:
         return mark
 
     def run_until(self, seconds: float) -> None:
-        """By the clock."""
         self.settle()
         while self.now_s < seconds - _MOMENT_S:
             self.go_on(seconds)
 
     def come_to(self, marks: Sequence[_Mark]) -> None:
-        """All of them."""
         self.settle()
         while any(mark.done_s is None for mark in marks):
             self.go_on(inf)

@@ -25,11 +25,8 @@ def rehearse_rank(_store_file: Path | None, *, config: str, rank: int) -> dict[s
 
 
 def rehearse_training(config: TrainConfig, rank: int) -> Rehearsal:
-    """Rehearses the steps of a run on one of its ranks.
-
-    Raises:
-        InputError: something in the configuration is wrong, or the virtual device cannot be had here.
-    """
+    """Rehearses the steps of a run on one of its ranks. Raises InputError if something in the configuration is wrong,
+    or the virtual device cannot be had here."""
     corpus = read_corpus(config)
     with torch.device("meta"):
         model = build_language_model(config.model, corpus.tokenizer.vocab_size, values=False)

@@ -56,7 +56,6 @@ class Watch:
         self._left_s = time.process_time()
 
     def end(self) -> None:
-        """It has ended."""
         self.host_s += time.process_time() - self._left_s
         self.step_s += self.host_s
         self.issued.append(Order(at_s=self.host_s, kind=STEP_ENDS))

@@ -40,16 +40,14 @@ def curve_chart(
     series: Sequence[Series],
     write: Callable[[float], str],
     *,
-    x_name: str,
     from_zero: bool = False,
 ) -> CurveChart | None:
-    """The chart of some series over the same places; None where none of them has a finite value.
+    """The chart of some series over the same steps; None where none of them has a finite value.
 
     Args:
         key: its id on the page.
-        places: of the values, rising: steps.
+        places: the values' steps, rising.
         write: a value for people.
-        x_name: what the places are, in the singular.
         from_zero: the axis of values begins at 0.
     """
     size = -(-len(places) // MOST) or 1
@@ -88,14 +86,13 @@ def curve_chart(
                 kind="spot",
                 left=left,
                 width=right - left,
-                label=_label([places[i] for i in group], series, [points[n] for points in found], write, x_name),
+                label=_label([places[i] for i in group], series, [points[n] for points in found], write),
             )
             for n, (group, (left, right)) in enumerate(zip(groups, pairwise(edges), strict=True))
         ),
         x_ticks=tuple(Tick(at=x(n), label=f"{n:,.0f}") for n in round_values(first, last) if n == round(n)),
         y_ticks=tuple(Tick(at=y(n), label=write(n)) for n in round_values(low, high)),
-        x_name=x_name,
-        caption=f"Each point is the mean of {size} {x_name}s; the band is what they lie between." if size > 1 else "",
+        caption=f"Each point is the mean of {size} steps; the band is what they lie between." if size > 1 else "",
     )
 
 
@@ -124,13 +121,9 @@ def _range(points: Sequence[_Point], *, from_zero: bool) -> tuple[float, float]:
 
 
 def _label(
-    places: Sequence[int],
-    series: Sequence[Series],
-    points: Sequence[_Point | None],
-    write: Callable[[float], str],
-    x_name: str,
+    places: Sequence[int], series: Sequence[Series], points: Sequence[_Point | None], write: Callable[[float], str]
 ) -> str:
-    where = f"{x_name} {places[0]:,}" if len(places) == 1 else f"{x_name}s {places[0]:,} to {places[-1]:,}"
+    where = f"step {places[0]:,}" if len(places) == 1 else f"steps {places[0]:,} to {places[-1]:,}"
     values = [
         f"{one.name} {write(p.mean)}" + (f" ({write(p.low)} to {write(p.high)})" if p.low < p.high else "")
         for one, p in zip(series, points, strict=True)

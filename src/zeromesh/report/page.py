@@ -6,7 +6,7 @@ Positions are percentages of the chart they belong to, so that the template only
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Self
 
@@ -48,14 +48,14 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """One part of a stacked bar."""
+class Span:
+    """One part of a stacked bar, or interval in a row of the timeline."""
 
     kind: str
     left: float
     width: float
     label: str
-    value_bytes: float
+    value_bytes: float = 0.0  # of a bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Bar:
     label: str
     total_bytes: float
     total: str
-    segments: tuple[Segment, ...]
+    segments: tuple[Span, ...]
 
     @classmethod
     def of(cls, label: str, held: Mapping[str, float], most: float) -> Self:
@@ -74,7 +74,7 @@ class Bar:
         for kind, size in held.items():
             width = 100 * size / most
             text = f"{kind}: {format_bytes(size)}"
-            segments.append(Segment(kind=kind, left=left, width=width, label=text, value_bytes=size))
+            segments.append(Span(kind=kind, left=left, width=width, label=text, value_bytes=size))
             left += width
         total = sum(held.values())
         return cls(label=label, total_bytes=total, total=format_bytes(total), segments=tuple(segments))
@@ -142,18 +142,7 @@ class CurveChart:
     spans: tuple[Span, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
-    x_name: str
     caption: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """One interval in a row of the timeline."""
-
-    kind: str
-    left: float
-    width: float
-    label: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +204,7 @@ class Page:
     timeline: Timeline | None = None
     why: tuple[Remark, ...] = ()
     why_title: str = "Why the others lose"
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def to_html(self) -> str:
         """The page, self-contained: no script, font, image or style from elsewhere."""

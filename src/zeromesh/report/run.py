@@ -204,7 +204,7 @@ class RunReport:
                 Series(name=name, colour=colour, values=self._columns[column])
                 for (name, column), colour in zip(curves.items(), ("compute", "communicate"), strict=False)
             ]
-            yield curve_chart(key, title, self._steps, series, write, x_name="step", from_zero=key != "loss")
+            yield curve_chart(key, title, self._steps, series, write, from_zero=key != "loss")
 
 
 def steps_up_to(path: Path, done: int) -> list[dict[str, Any]]:

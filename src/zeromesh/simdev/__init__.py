@@ -28,6 +28,8 @@ docs/simdev.md says what it sees and what it cannot.
 
 from zeromesh.simdev.checker import Checker, EarlyFree, HostRead, HostWait, Race
 from zeromesh.simdev.device import (
+    BACKEND,
+    COUNTING,
     Clock,
     Device,
     MemoryStats,
@@ -38,7 +40,6 @@ from zeromesh.simdev.device import (
     reset_peak_memory,
     start,
 )
-from zeromesh.simdev.groups import BACKEND, COUNTING
 from zeromesh.simdev.recorder import Collective, Kernel, Order, Recorder
 
 __all__ = [

@@ -37,11 +37,8 @@ DONE = "done"
 
 @functools.cache
 def native() -> Any:
-    """The compiled device, of this process.
-
-    Raises:
-        InputError: there is no compiler or ninja, or torch is not the one it was written for.
-    """
+    """The compiled device, of this process. Raises InputError if there is no compiler or ninja, or torch is not the one
+    it was written for."""
     directory = _directory()
     directory.mkdir(parents=True, exist_ok=True)
     with _alone(directory / "in-use"):

@@ -10,19 +10,13 @@ from zeromesh.simdev.build import as_value, native
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """An access that nothing orders after an earlier one of the same bytes on another stream, where one writes.
-
-    Args:
-        operation, where, stream, writes: of the access; "where" is file and line of the caller outside torch, and the
-            stream -1 for the host's own access to pinned memory.
-        earlier_operation, earlier_where, earlier_stream, earlier_writes: of what may not be over.
-    """
+    """An access that nothing orders after an earlier one of the same bytes on another stream, where one writes."""
 
     operation: str
-    where: str
-    stream: int
+    where: str  # file and line of the caller outside torch
+    stream: int  # -1 for the host's own access to pinned memory
     writes: bool
-    earlier_operation: str
+    earlier_operation: str  # this and the next three: of what may not be over
     earlier_where: str
     earlier_stream: int
     earlier_writes: bool
@@ -41,18 +35,12 @@ class Race:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyFree:
-    """A block that went back to its stream's free ones before that stream came after what another does with it.
+    """A block that went back to its stream's free ones before that stream came after what another does with it."""
 
-    Args:
-        size_bytes: that were asked for.
-        where, stream: of the release; the stream is the block's own.
-        earlier_operation, earlier_where, earlier_stream: of what may not be over.
-    """
-
-    size_bytes: int
-    where: str
-    stream: int
-    earlier_operation: str
+    size_bytes: int  # that were asked for
+    where: str  # of the release
+    stream: int  # the block's own
+    earlier_operation: str  # this and the next two: of what may not be over
     earlier_where: str
     earlier_stream: int
 
@@ -66,19 +54,12 @@ class EarlyFree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRead:
-    """The host waited for values of the device.
+    """The host waited for values of the device."""
 
-    Args:
-        operation: that read them.
-        stream: that it waited for.
-        stack: the callers outside torch, "file:line", innermost first.
-        size_bytes: that were read, where it is known.
-    """
-
-    operation: str
-    stream: int
-    stack: list[str]
-    size_bytes: int
+    operation: str  # that read them
+    stream: int  # that it waited for
+    stack: list[str]  # the callers outside torch, "file:line", innermost first
+    size_bytes: int  # that were read, where it is known
 
     @property
     def where(self) -> str:

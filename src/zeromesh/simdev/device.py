@@ -1,22 +1,22 @@
-"""The device itself: started once in a process, in one mode."""
+"""The device itself: started once in a process, in one mode; and process groups for its tensors."""
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.utils import backend_registration
 
 from zeromesh.errors import InputError
 from zeromesh.simdev import module
 from zeromesh.simdev.build import as_value, native
-from zeromesh.simdev.groups import COUNTING, register_backends
 
 NAME = "simdev"
 
@@ -49,15 +49,10 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The simulated device of this process.
+    """The simulated device of this process."""
 
-    Args:
-        virtual: whether memory is reserved only, and kernels compute shapes only.
-        clock: of a device that is clocked, which is virtual too.
-    """
-
-    virtual: bool
-    clock: Clock | None = None
+    virtual: bool  # memory is reserved only, and kernels compute shapes only
+    clock: Clock | None = None  # of a device that is clocked, which is virtual too
 
     @property
     def mode(self) -> str:
@@ -70,25 +65,17 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStats:
-    """Figures of the device's allocator, which works as torch's for CUDA does.
+    """Figures of the device's allocator, which works as torch's for CUDA does."""
 
-    Args:
-        allocated_bytes, peak_allocated_bytes: that live tensors asked for.
-        rounded_bytes, peak_rounded_bytes: of their blocks; what torch.cuda.memory_allocated() counts.
-        reserved_bytes, peak_reserved_bytes: of segments that were taken from the device.
-        blocks, segments: how many there are.
-        retries: how often free segments were given back, since another one would have gone beyond `memory_limit`.
-    """
-
-    allocated_bytes: int
+    allocated_bytes: int  # that live tensors asked for
     peak_allocated_bytes: int
-    rounded_bytes: int
+    rounded_bytes: int  # of their blocks; what torch.cuda.memory_allocated() counts
     peak_rounded_bytes: int
-    reserved_bytes: int
+    reserved_bytes: int  # of segments that were taken from the device
     peak_reserved_bytes: int
     blocks: int
     segments: int
-    retries: int
+    retries: int  # how often free segments were given back, since another one would have gone beyond `memory_limit`
 
 
 LaunchOrder = Literal["none", "implicit"]
@@ -138,12 +125,8 @@ def _require_place() -> None:
 
 @contextmanager
 def launch_order(order: LaunchOrder) -> Iterator[None]:
-    """Inside, collectives of several communicators are ordered so on the device.
-
-    Args:
-        order: "none", each stream for itself, as outside; or "implicit", each once all that were launched before it
-            have begun, as with NCCL_LAUNCH_ORDER_IMPLICIT.
-    """
+    """Inside, collectives of several communicators are ordered so on the device: "none", each stream for itself, as
+    outside; "implicit", each once all that were launched before have begun, as with NCCL_LAUNCH_ORDER_IMPLICIT."""
     native().keep_launch_order(order == "implicit")
     try:
         yield
@@ -152,12 +135,8 @@ def launch_order(order: LaunchOrder) -> Iterator[None]:
 
 
 def memory_stats(*, host: bool = False) -> MemoryStats:
-    """Memory of the device, and its peak since `reset_peak_memory`.
-
-    Args:
-        host: of the host of a virtual device instead: memory that was asked for as the host's, and results of
-            operators on it.
-    """
+    """Memory of the device, and its peak since `reset_peak_memory`; or of the `host` of a virtual device: memory that
+    was asked for as the host's, and results of operators on it."""
     return as_value(MemoryStats, native().memory_stats(host))
 
 
@@ -178,13 +157,40 @@ def reset_peak_memory() -> None:
 
 
 def counting_group(rank: int, world: int) -> None:
-    """Makes this process one rank of `world`: torch's default process group, for tensors of device and host.
-
-    Raises:
-        InputError: the device has not been started, or the rank is not one of the world's.
-    """
+    """Makes this process one rank of `world`: torch's default process group, for tensors of device and host. Raises
+    InputError if the device has not been started, or the rank is not one of the world's."""
     if _started is None:
         raise InputError("counting_group needs the simulated device: call zeromesh.simdev.start() first")
     if not 0 <= rank < world:
         raise InputError(f"rank must be 0 to {world - 1} in a world of {world}; got {rank}")
     dist.init_process_group(COUNTING, store=HashStore(), rank=rank, world_size=world)
+
+
+BACKEND = "simccl"
+"""Ordered by streams as NCCL's; data goes through gloo."""
+
+COUNTING = "simcount"
+"""The same for one process that is a rank of any world: the others are taken to hold what this one holds."""
+
+
+def register_backends(*, alone: bool) -> None:
+    """The first is what torch takes for the device by default: without gloo where a process is `alone`."""
+    names = {BACKEND: _through_gloo, COUNTING: _counting}
+    for name in sorted(names, reverse=alone):
+        devices = ["simdev"] if name == BACKEND else ["simdev", "cpu"]
+        dist.Backend.register_backend(name, names[name], extended_api=True, devices=devices)
+
+
+def _timeout(options: Any) -> datetime.timedelta:
+    given = options.timeout
+    return given if isinstance(given, datetime.timedelta) else datetime.timedelta(seconds=float(given))
+
+
+def _through_gloo(options: Any, _: Any) -> Any:
+    store = PrefixStore("simccl", options.store)
+    gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, _timeout(options))
+    return native().make_group(options.group_rank, options.group_size, gloo, _timeout(options))
+
+
+def _counting(options: Any, _: Any) -> Any:
+    return native().make_group(options.group_rank, options.group_size, None, _timeout(options))

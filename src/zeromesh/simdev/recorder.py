@@ -13,59 +13,36 @@ from zeromesh.simdev.build import native
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One kernel.
+    """One kernel; arguments and results are as torch's operator has them, and who keeps them keeps their memory."""
 
-    Args:
-        name: of torch's operator with its overload, such as `aten::mm` or `aten::add_.Tensor`; or of a copy.
-        stream: that it runs on.
-        thread: that issued it.
-        arguments, results: as torch's operator has them. Whoever keeps these tensors keeps their memory.
-    """
-
-    name: str
-    stream: int
-    thread: int
+    name: str  # of torch's operator with its overload, such as `aten::mm` or `aten::add_.Tensor`; or of a copy
+    stream: int  # that it runs on
+    thread: int  # that issued it
     arguments: tuple[Any, ...]
     results: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One launch of a process group.
-
-    Args:
-        name: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, gather, scatter, reduce, send, receive,
-            or "send and receive", which are one launch.
-        stream: that it runs on.
-        thread: that issued it.
-        ranks: of the group.
-        sent_bytes: by this rank, to others.
-        group: the group's description.
-    """
+    """One launch of a process group: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, gather, scatter,
+    reduce, send, receive, or "send and receive", which are one launch."""
 
     name: str
-    stream: int
-    thread: int
-    ranks: int
-    sent_bytes: int
-    group: str
+    stream: int  # that it runs on
+    thread: int  # that issued it
+    ranks: int  # of the group
+    sent_bytes: int  # by this rank, to others
+    group: str  # the group's description
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """An event is recorded or waited for, or the host waits.
+    """An event is recorded or waited for, or the host waits."""
 
-    Args:
-        kind: "record", "wait", "host waits for stream", "host waits for event" or "host waits for device".
-        stream: that records, or waits, or is waited for.
-        thread: that issued it.
-        event: number of the recording; a wait has that of what it waits for. 0 where there is none.
-    """
-
-    kind: str
-    stream: int
-    thread: int
-    event: int
+    kind: str  # "record", "wait", "host waits for stream", "host waits for event" or "host waits for device"
+    stream: int  # that records, or waits, or is waited for
+    thread: int  # that issued it
+    event: int  # number of the recording; a wait has that of what it waits for. 0 where there is none
 
 
 Entry = Kernel | Collective | Order

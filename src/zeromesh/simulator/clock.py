@@ -9,7 +9,7 @@ host and device abreast: the one before has ended with numbers that the host rea
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -33,11 +33,11 @@ class Totals:
     """Running totals; additive over micro-batches."""
 
     compute_s: float = 0.0
-    exposed_s: Counter[tuple[str, str]] = field(default_factory=Counter)  # (axes, collective)
-    sent_bytes: Counter[str] = field(default_factory=Counter)  # by axis
+    exposed_s: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))  # (axes, collective)
+    sent_bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by axis
 
     def copy(self) -> Totals:
-        return Totals(self.compute_s, Counter(self.exposed_s), Counter(self.sent_bytes))
+        return Totals(self.compute_s, self.exposed_s.copy(), self.sent_bytes.copy())
 
     def add_difference(self, later: Totals, earlier: Totals, times: int) -> None:
         """Adds `times` times the difference of two copies."""
@@ -47,7 +47,7 @@ class Totals:
             (self.sent_bytes, later.sent_bytes, earlier.sent_bytes),
         ):
             for key in new:
-                mine[key] += times * (new[key] - old[key])  # type: ignore[index]  # same counter thrice
+                mine[key] += times * (new[key] - old[key])  # type: ignore[index]  # keys of the same dict
 
 
 class HostSeconds(NamedTuple):
@@ -202,7 +202,7 @@ class ClockBackend:
         start = self.now_s
         self.network.idle(seconds)
         if seconds > 0:
-            self.totals.exposed_s[axis, name] += seconds  # type: ignore[assignment]  # seconds
+            self.totals.exposed_s[axis, name] += seconds
             if self.record:
                 self._event(name, "wait", start, -1)
 
@@ -211,7 +211,7 @@ class ClockBackend:
         self.host_s = self.now_s
         for unit in (unit for unit in self.chains.schedule.order if self._steps and any(self._steps[unit])):
             seconds, copied_bytes = self._steps[unit]
-            self.totals.sent_bytes[HOST] += copied_bytes  # type: ignore[assignment]  # counters of bytes are floats here
+            self.totals.sent_bytes[HOST] += copied_bytes
             work = Work("step", (HOST,), CollectiveCost(seconds=seconds), (copied_bytes,))
             self._stepping[unit] = self.network.submit(Job((work,), unit, self.micro_batch, "step"), "step")
 
@@ -225,7 +225,6 @@ class ClockBackend:
         self._submit_deferred()
 
     def drain(self) -> None:
-        """Waits for everything in flight."""
         self._submit_deferred()
         for queue in list(self.network.lanes.values()):
             while queue:
@@ -240,7 +239,7 @@ class ClockBackend:
             self.idle("host", "issue", self.host_s - self.now_s)
         for work in job.chain:
             for axis, size in zip(work.axes, work.sent_bytes, strict=True):
-                self.totals.sent_bytes[axis] += size  # type: ignore[assignment]  # counters of bytes are floats here
+                self.totals.sent_bytes[axis] += size
         return self.network.submit(job, lane)
 
     def _host_from(self) -> float:
@@ -291,7 +290,7 @@ class ClockBackend:
 
     def _expose(self, work: Work, seconds: float) -> None:
         if seconds > 1e-12:
-            self.totals.exposed_s["+".join(work.axes), work.name] += seconds  # type: ignore[assignment]  # seconds
+            self.totals.exposed_s["+".join(work.axes), work.name] += seconds
 
     def _finished(self, job: Job, work: Work, start: float, end: float) -> None:
         if self._watch is not None and self._watch[0] == job.lane:

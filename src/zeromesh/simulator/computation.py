@@ -30,7 +30,6 @@ class Computation:
     def of(
         cls, spec: UnitSpec, division: Division, compute: ComputeModel, transfers: TransferModel, work: FixedWorkload
     ) -> Computation:
-        """The computation of a unit of one rank's part of the model."""
         seconds = compute.unit(
             spec, tokens=work.micro_batch_tokens, seq_len=work.seq_len, recomputation=work.recomputation
         )

@@ -44,8 +44,6 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """A model and a cluster, cut."""
-
     parallel: Parallel
     whole: ModelSpec
     parts: tuple[Part, ...]  # one for each kind of rank of a pipeline, by rank; one alone where there is none
@@ -54,11 +52,7 @@ class Division:
 
     @classmethod
     def of(cls, model: ModelSpec, cluster: Cluster, parallel: Parallel, *, seq_len: int) -> Division:
-        """Cuts both.
-
-        Raises:
-            InputError: a degree does not divide its dimension, or the model's shape is not known.
-        """
+        """Cuts both. Raises InputError if a degree does not divide its dimension, or the model's shape is not known."""
         if not parallel.cuts:
             part = Part(rank=0, count=1, model=model)
             return cls(parallel=parallel, whole=model, parts=(part,), cluster=cluster, groups=())

@@ -114,11 +114,8 @@ ENGINES: dict[str, Mechanics] = {
 
 
 def find_engine(name: str | Mechanics) -> Mechanics:
-    """The engine that `--engine` names; mechanics of one's own as they are.
-
-    Raises:
-        ConfigError: there is none; the message names the nearest.
-    """
+    """The engine that `--engine` names; mechanics of one's own as they are. Raises ConfigError, which names the
+    nearest, if there is none."""
     if isinstance(name, Mechanics):
         return name
     if name not in ENGINES:

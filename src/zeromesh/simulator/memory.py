@@ -30,7 +30,6 @@ class MemoryBytes:
         return self.params + self.grads + self.optimizer + self.buffers + self.activations + self.overhead
 
     def as_dict(self) -> dict[str, float]:
-        """By name, the total last."""
         return asdict(self) | {"total": self.total}
 
 

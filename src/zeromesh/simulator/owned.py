@@ -62,12 +62,10 @@ class OwnedTensors:
 
     @property
     def numel(self) -> int:
-        """Elements of all tensors."""
         return sum(tensor.numel for tensor in self.tensors)
 
     @property
     def share(self) -> OwnersShare:
-        """How even that is."""
         held, ranks = self.held_bytes, len(self.held_bytes)
         mean = sum(self.owners.loads) / ranks
         return OwnersShare(
@@ -105,11 +103,8 @@ def owned_tensors(
     workload: FixedWorkload,
     mechanics: Mechanics,
 ) -> tuple[OwnedTensors, ...]:
-    """The owned tensors of the model with units `specs`, by the functions with which the engine chooses owners.
-
-    Raises:
-        InputError: Muon's matrices would not be whole.
-    """
+    """The owned tensors of the model with units `specs`, by the functions with which the engine chooses owners. Raises
+    InputError if Muon's matrices would not be whole."""
     layout, broadcast = schedule.layout, mechanics.owners == "broadcast"
     muon, adamw = workload.optimizer == "muon", workload.ownership == "owners" or broadcast
     if muon and broadcast and layout.degree(layout.param_axes) > 1:

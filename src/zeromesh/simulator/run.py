@@ -14,7 +14,6 @@ from typing import TypeVar
 from zeromesh.cluster.cluster import Cluster
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants, default_constants
-from zeromesh.cost.memory import overhead_bytes
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.errors import InputError, NotationError
 from zeromesh.model.spec import ModelSpec, UnitSpec
@@ -190,7 +189,6 @@ class Setup:
 
     @property
     def model(self) -> ModelSpec:
-        """This rank's part."""
         return self.part.model
 
     @property
@@ -213,8 +211,7 @@ class Setup:
         """Memory of one device, given the peak of dynamic memory."""
         lent = lent_axes(self.schedule.layouts, lambda _, axis: (axis.mesh_axis, axis.size, axis.stride))
         axes = sum(axis.size > 1 for axis in self.schedule.axes) - len(lent) + len(self.division.groups)
-        overhead = overhead_bytes(
-            self.constants,
+        overhead = self.constants.overhead_bytes(
             messages=self.cluster.messages,
             communicators=self.mechanics.communicators * axes,
             dynamic_bytes=dynamic_bytes,
@@ -280,7 +277,6 @@ class Setup:
         )
 
     def peak_memory(self, activations: Activations) -> MemoryBytes:
-        """Peak memory of a step with these activations."""
         stepping = max(self.mechanics.step_bytes * state_elements(self.schedule), self.room_bytes)
         return self.memory(max(activations.peak, stepping + streamed_bytes(self.schedule)))
 
@@ -386,7 +382,6 @@ class Step:
         return totals
 
     def run_first_forward(self) -> None:
-        """That alone."""
         self._updated()
         self.backend.micro_batch = 0
         run_forward(self.interpreter, compute=self._compute, returned=self.returned.__contains__, parts=self.units)

@@ -27,8 +27,6 @@ from zeromesh.simulator.network import Job
 
 @dataclass(slots=True)
 class Repeats:
-    """Looks for states that come back in a step."""
-
     row: range  # the blocks, by unit
     period: int  # blocks after which the same slots are next
     # Seconds of `period` blocks more, in all phases but the first so far; None where one did not come back.

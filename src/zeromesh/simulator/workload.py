@@ -15,11 +15,7 @@ OWNERSHIPS = ("slices", "owners")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedWorkload:
-    """One training step.
-
-    Raises:
-        InputError: a size below 1, or a dtype that is not fp64, fp32, bf16 or fp16.
-    """
+    """One training step. Raises InputError for a size below 1, or a dtype that is not fp64, fp32, bf16 or fp16."""
 
     seq_len: int
     global_batch_tokens: int  # tokens in a step, all devices together
@@ -54,12 +50,9 @@ class FixedWorkload:
         return self.seq_len * self.micro_batch // self.parallel.cp
 
     def micro_batches(self, world: int) -> int:
-        """Micro-batches of one step on each of `world` data-parallel ranks.
-
-        Raises:
-            ConfigError: the batch does not divide; says how much uneven shares would cost, and the nearest that divide.
-            InputError: they do not fill the pipeline.
-        """
+        """Micro-batches of one step on each of `world` data-parallel ranks. Raises ConfigError if the batch does not
+        divide: it says how much uneven shares would cost, and the nearest batches that divide. Raises InputError if
+        they do not fill the pipeline."""
         at_once = self.micro_batch_tokens * world
         count, rest = divmod(self.global_batch_tokens, at_once)
         if rest == 0:

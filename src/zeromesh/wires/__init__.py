@@ -36,7 +36,6 @@ def coded(wire: str | None) -> WireFormat | None:
 
 
 def spellings() -> tuple[str, ...]:
-    """The spellings of all wires."""
     return (*DTYPES, *(text for form in _formats() for text in form.spellings))
 
 

@@ -16,8 +16,7 @@ from tests.pure.planner.setups import small_cluster
 from zeromesh.engine.units import Precision, find_units, join_modules
 from zeromesh.errors import ModelError
 from zeromesh.model.from_module import from_module
-from zeromesh.model.module_recomputation import recomputes
-from zeromesh.model.module_units import cut
+from zeromesh.model.module_units import cut, recomputes
 from zeromesh.model.spec import ModelSpec, UnitKind
 from zeromesh.simulator.run import simulate
 from zeromesh.simulator.units import schedule_units

@@ -12,8 +12,7 @@ from torch.utils import cpp_extension
 from tests.forks import run_python
 from zeromesh.cluster.catalogue import find_cluster
 from zeromesh.errors import InputError
-from zeromesh.rehearsal.hardware import Hardware
-from zeromesh.rehearsal.kernels import moved_bytes
+from zeromesh.rehearsal.hardware import Hardware, moved_bytes
 from zeromesh.simdev import build
 
 aten = torch.ops.aten

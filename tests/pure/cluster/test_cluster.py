@@ -10,10 +10,8 @@ from typer.testing import CliRunner
 from zeromesh.cli.app import app, main
 from zeromesh.cluster.catalogue import find_cluster, preset, preset_names
 from zeromesh.cluster.cluster import Cluster
-from zeromesh.cluster.curve import Curve
-from zeromesh.cluster.device import Device
-from zeromesh.cluster.kernel import Kernel
-from zeromesh.cluster.level import Level
+from zeromesh.cluster.device import Device, Kernel
+from zeromesh.cluster.level import Curve, Level
 from zeromesh.cluster.read import cluster_toml, parse_cluster, read_cluster
 from zeromesh.errors import ClusterError
 

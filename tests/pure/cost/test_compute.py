@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.cluster.catalogue import preset
-from zeromesh.cluster.device import Device
-from zeromesh.cluster.kernel import Kernel
+from zeromesh.cluster.device import Device, Kernel
 from zeromesh.cluster.level import LINK_KINDS
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import default_constants, provenance
-from zeromesh.cost.memory import overhead_bytes
 from zeromesh.errors import InternalError
 from zeromesh.model.presets import preset as model_preset
 from zeromesh.model.spec import MatmulSpec, Recomputation, UnitKind
@@ -122,11 +120,11 @@ def test_a_device_without_memory_bandwidth_has_the_usual_one():
     assert A100.memory(2039e9) == pytest.approx(1 / CONSTANTS.memory_share)
     assert A100.optimizer(1e9) == pytest.approx(30e9 / 2039e9 / CONSTANTS.memory_share)
     # Processors have no driver and no buffers of communicators.
-    one, two = (overhead_bytes(CONSTANTS, messages=False, communicators=n, dynamic_bytes=1e9) for n in (1, 2))
+    one, two = (CONSTANTS.overhead_bytes(messages=False, communicators=n, dynamic_bytes=1e9) for n in (1, 2))
     assert two - one == CONSTANTS.communicator_bytes
     allocator_bytes = pytest.approx(1e9 * CONSTANTS.allocator_share)
     assert one - CONSTANTS.context_bytes - CONSTANTS.communicator_bytes == allocator_bytes
-    assert overhead_bytes(CONSTANTS, messages=True, communicators=4, dynamic_bytes=1e9) == allocator_bytes
+    assert CONSTANTS.overhead_bytes(messages=True, communicators=4, dynamic_bytes=1e9) == allocator_bytes
 
 
 def test_what_was_measured_at_the_models_shapes_is_believed():

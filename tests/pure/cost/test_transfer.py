@@ -7,7 +7,7 @@ import pytest
 
 from zeromesh.cluster.catalogue import preset
 from zeromesh.cluster.cluster import Cluster
-from zeromesh.cluster.curve import Curve
+from zeromesh.cluster.level import Curve
 from zeromesh.cost.collective import HOST, CollectiveCost, one_after_another
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import default_constants

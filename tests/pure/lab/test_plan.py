@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab import Lab, LabError, LinkLevel, Registry, Tree, Wiring, by_level, counters, unavailable_reason
-from lab.environment import environment
-from lab.plan import Command, address, mac
+from lab.plan import Command, address, environment, mac
 from lab.shell import execute
 from zeromesh.errors import InputError
 
@@ -265,7 +264,7 @@ def test_where_no_lab_can_be_made(monkeypatch, tmp_path):
     with pytest.raises(
         LabError, match=r"needs ip, tc, bridge, setpriv, not found in PATH: install iproute2 util-linux"
     ):
-        Lab("2@1gbit").up()
+        Lab("2@1gbit").__enter__()
     # A lab that is not up runs nothing.
     with pytest.raises(InputError, match="is not up"):
         Lab("2@1gbit").run(["true"])

@@ -21,7 +21,7 @@ from tests.pure.planner.setups import (
 )
 from zeromesh.cluster.catalogue import find_cluster
 from zeromesh.cluster.cluster import Cluster
-from zeromesh.cluster.kernel import Kernel
+from zeromesh.cluster.device import Kernel
 from zeromesh.cost.constants import default_constants
 from zeromesh.model.presets import preset
 from zeromesh.model.spec import ModelSpec, Recomputation

@@ -8,8 +8,8 @@ import pytest
 
 from zeromesh.cluster.catalogue import find_cluster
 from zeromesh.cluster.cluster import Cluster
-from zeromesh.cluster.curve import Curve
-from zeromesh.cluster.kernel import Kernel
+from zeromesh.cluster.device import Kernel
+from zeromesh.cluster.level import Curve
 from zeromesh.cost.constants import default_constants
 from zeromesh.errors import InputError
 from zeromesh.planner.what_if import what_if

@@ -13,9 +13,8 @@ from zeromesh.cli.app import main
 from zeromesh.cost.collective import CollectiveCost
 from zeromesh.errors import InputError
 from zeromesh.rehearsal import launch
-from zeromesh.rehearsal.compare import failures_of
 from zeromesh.rehearsal.launch import rehearse_config
-from zeromesh.rehearsal.result import Call, HostRead, Launches, Memory, Peak, Place, Rehearsal
+from zeromesh.rehearsal.result import Call, HostRead, Launches, Memory, Peak, Place, Rehearsal, failures_of
 from zeromesh.rehearsal.timeline import STEP_ENDS, Communication, Issued, Kernel, Order, TimedStep, replay
 from zeromesh.trace import MemoryLine, TrafficLine
 

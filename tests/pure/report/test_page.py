@@ -34,7 +34,6 @@ from zeromesh.report.page import (
     Remark,
     Row,
     Section,
-    Segment,
     Span,
     Table,
     Tick,
@@ -58,12 +57,11 @@ def small_page() -> Page:
         spans=(Span(kind="spot", left=0, width=100, label="step 1: training 2"),),
         x_ticks=(Tick(at=0.0, label="1"),),
         y_ticks=(Tick(at=50.0, label="1.5"),),
-        x_name="step",
         caption="a band",
     )
     segments = (
-        Segment(kind="params", left=0.0, width=25.0, label="params: 2 GB", value_bytes=2e9),
-        Segment(kind="grads", left=25.0, width=12.5, label="grads: 1 GB", value_bytes=1e9),
+        Span(kind="params", left=0.0, width=25.0, label="params: 2 GB", value_bytes=2e9),
+        Span(kind="grads", left=25.0, width=12.5, label="grads: 1 GB", value_bytes=1e9),
     )
     memory = MemoryChart(
         caption="beneath it",

@@ -154,7 +154,7 @@ def test_a_run_that_goes_on_has_a_page_and_a_start_without_steps_leaves_it(
 
 def chart(places: list[int], *values: list[float], from_zero: bool = True) -> CurveChart | None:
     series = [Series(name=f"s{i}", colour="compute", values=some) for i, some in enumerate(values)]
-    return curve_chart("key", "title", places, series, "{:.3g}".format, x_name="step", from_zero=from_zero)
+    return curve_chart("key", "title", places, series, "{:.3g}".format, from_zero=from_zero)
 
 
 def test_long_runs_and_no_finite_numbers() -> None:

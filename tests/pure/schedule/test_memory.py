@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.pure.schedule.test_transfers import MESH, buffer, stack
 from tests.pure.strategy.mixes import mixes, notation
-from zeromesh.collectives.ho_ring.slices import sum_terms
+from zeromesh.collectives.ho_ring.cost import sum_terms
 from zeromesh.errors import InternalError
 from zeromesh.schedule.buffer_layout import ALIGN_BYTES, BufferLayout, place, slot_bytes
 from zeromesh.schedule.memory import REDUCE_SLOTS, MemoryPlan, part_numel

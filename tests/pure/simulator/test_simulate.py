@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.pure.planner.setups import frozen, frozen_first_model, small_model
 from zeromesh.cluster.catalogue import preset
-from zeromesh.cluster.kernel import Kernel
+from zeromesh.cluster.device import Kernel
 from zeromesh.cost.constants import default_constants
 from zeromesh.errors import ConfigError, InputError, MeshError, NotationError
 from zeromesh.model.presets import preset as model_preset

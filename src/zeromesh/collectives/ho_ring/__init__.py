@@ -70,13 +70,8 @@ class HoRing(ByLevel):
         return replace(second, groups=axes, call=call, before=first.before)
 
     def all_gather(self, region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool) -> None:
-        """Fills `region`, of which this rank's shard is filled.
-
-        Args:
-            region: flat, contiguous.
-            major, minor: the two axes.
-            reduced: whether it follows a reduction, in the order of the reductions' communicators.
-        """
+        """Fills the flat, contiguous `region`, of which this rank's shard is filled; `reduced` if it follows a
+        reduction, in the order of the reductions' communicators."""
         from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather
 
         ho_ring_all_gather(region, major, minor, reduced=reduced)

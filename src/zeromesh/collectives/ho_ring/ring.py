@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zeromesh.collectives.ho_ring.slices import WINDOW, slice_bytes, sum_terms
+from zeromesh.collectives.ho_ring.cost import WINDOW, slice_bytes, sum_terms
 from zeromesh.comm.exchange import AxisGroup, Channel, Exchange, Wait, chunks_of
 from zeromesh.comm.messages import SumScratch, parts, pieces, post, sum_dtype
 from zeromesh.comm.transport import carried
@@ -33,15 +33,9 @@ LAG = 2
 
 @carried
 def ho_ring_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool = False) -> None:
-    """Fills `region` with every rank's shard.
-
-    Args:
-        region: [Note: Two levels]; this rank's shard is filled.
-        reduced: whether it follows a reduction, in the order of the reductions' communicators.
-
-    Raises:
-        CommunicationError: a peer died or stalled, or issued something else.
-    """
+    """Fills `region` ([Note: Two levels]), of which this rank's shard is filled, with every rank's; `reduced` if it
+    follows a reduction, in the order of the reductions' communicators. Raises CommunicationError if a peer died or
+    stalled, or issued something else."""
     channels = (major.reduce, minor.reduce) if reduced else (major.gather, minor.gather)
     grid = _Grid.of(region, major, minor, "all_gather", channels)
     numel = slice_bytes(grid.shards[0][0].nbytes) // region.element_size()
@@ -93,11 +87,8 @@ def ho_ring_reduce_scatter(
     scales: tuple[float, float] = (1.0, 1.0),
     accumulate: bool = False,
 ) -> None:
-    """Sums this rank's shard of every rank's `region`, times both `scales`, into `out`, or adds it there.
-
-    Raises:
-        CommunicationError: a peer died or stalled, or issued something else.
-    """
+    """Sums this rank's shard of every rank's `region`, times both `scales`, into `out`, or adds it there. Raises
+    CommunicationError if a peer died or stalled, or issued something else."""
     grid = _Grid.of(region, major, minor, "reduce_scatter", (major.reduce, minor.reduce))
     terms = sum_terms(major.size, minor.size)
     wide = sum_dtype(region.dtype, out.dtype)
