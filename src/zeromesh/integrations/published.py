@@ -35,7 +35,11 @@ def published(model: nn.Module, specs: Sequence[Spec], pieces: Sequence[Piece]) 
     Raises:
         ModelError: tensors of several units are mixed.
     """
-    wanted = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs}
+    ties = getattr(model, "all_tied_weights_keys", {})  # names that are left out, with those that stay
+    kept = {place.info.name: min(place.info.names, key=ties.__contains__) for _, _, place in places_of(model)}
+    wanted = {
+        kept.get(spec.name, spec.name): torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs
+    }
     stands = stands_of(model)
     found = _reverted(model, wanted, stands)
     units, of_units = defaultdict[int, dict[str, Tensor]](dict), dict[str, Tensor]()
@@ -65,7 +69,7 @@ def published(model: nn.Module, specs: Sequence[Spec], pieces: Sequence[Piece]) 
 
     def apart() -> Iterator[Piece]:
         for piece in pieces:
-            for name, box in boxes[piece.name]:
+            for name, box in boxes[kept.get(piece.name, piece.name)]:
                 for first, length, at in runs_of(box.shape, box.offsets, box.sizes):
                     start, stop = max(first, piece.start), min(first + length, piece.stop)
                     if start < stop:
