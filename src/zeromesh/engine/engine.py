@@ -324,7 +324,6 @@ class Engine:
         self._step = Step.HELD
         if backward.last:
             self._show_grads()
-            self._step = Step.SHOWN
 
     # ---- pipelines
 
@@ -419,6 +418,7 @@ class Engine:
         self.changes.began()
         self.backend.land()
         left = iter(self._agreement.used())
+        self._step = Step.SHOWN  # parameters no longer show zeros in the place of sums
         for unit, state in zip(self.backend.units, self.interpreter.states, strict=True):
             unit.show_grads(left, reduced=state.grad is GradState.REDUCED)
         if self.backend.work is not None:
