@@ -44,6 +44,7 @@ class Pipeline:
 
     group: dist.ProcessGroup  # the ranks that have the other stages, one of each place on the stages' own meshes
     stages: dict[int, weakref.ref[Engine]]  # this rank's, by index
+    norm_dtype: torch.dtype  # of joint norms: the widest of all stages' gradients, also where a stage has none
 
 
 class Engine:
