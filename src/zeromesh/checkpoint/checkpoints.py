@@ -142,12 +142,20 @@ class Checkpoints:
         if self._saver is None:
             self.open()
         assert self._saver is not None
+        try:
+            snapshot = self._snapshot(step, state or {})
+        except CheckpointError as error:
+            self._saver.give_up(step, str(error))
+            raise
+        self._saver.save(snapshot)
+
+    def _snapshot(self, step: int, state: Mapping[str, Any]) -> Snapshot:
         held = self._held
         for engine in held.engines:
             engine.at_rest()
         pieces, groups = self._pieces(), states.describe_groups(self._optimizers)
-        plain = {"user": states.to_plain(state or {}, "state")}
-        snapshot = Snapshot(
+        plain = {"user": states.to_plain(state, "state")}
+        return Snapshot(
             step=step,
             pieces=pieces,
             state=plain if self._frozen else {**plain, "frozen": tensors.checksums(held)},
@@ -157,7 +165,6 @@ class Checkpoints:
             numbers=tensors.number_names(self._optimizers),
             common=held.common,
         )
-        self._saver.save(snapshot)
 
     @progress("writing the checkpoint")
     def wait(self) -> str | None:

@@ -170,6 +170,12 @@ class Saver:
         copies = self._staging.copy(snapshot.pieces)
         self._pending = self._thread.submit(self._write, snapshot, copies)
 
+    def give_up(self, step: int, problem: str) -> None:
+        """Tells other ranks, which may have copied their share and wait for all, that this one has none. It does not
+        wait for them, and does not hear of it again."""
+        if self.peers.size > 1:
+            self._thread.submit(self._write, Snapshot(step=step, pieces=()), (), problem)
+
     def reserve(self, pieces: Sequence[Piece]) -> None:
         """Begins to pin memory for the copies of such pieces, in the background; none for pieces on the host."""
         if _device_of(pieces).type != "cpu":
@@ -192,14 +198,14 @@ class Saver:
             self._thread.shutdown()
             self.storage.unlock()
 
-    def _write(self, snapshot: Snapshot, copies: Sequence[Tensor]) -> str:
+    def _write(self, snapshot: Snapshot, copies: Sequence[Tensor], own_problem: str = "") -> str:
         peers, storage, what = self.peers, self.storage, f"the checkpoint of step {snapshot.step}"
         begun = _tried(storage.where(), lambda: self._begin(snapshot.step)) if peers.rank == 0 else (None, "")
         made, problem = peers.broadcast(begun, f"the name of {what}")
         name, directory, serial = made or ("", "", 0)
         if not problem:
             where, manifest = storage.where(directory), None
-            share, problem = self._write_own(directory, snapshot, copies)
+            share, problem = (None, own_problem) if own_problem else self._write_own(directory, snapshot, copies)
             gathered = peers.gather((share, problem), f"what each rank has written of {what}")
             if gathered is not None:
                 problem = next((problem for _, problem in gathered if problem), "")

@@ -44,6 +44,7 @@ class Pipeline:
 
     group: dist.ProcessGroup  # the ranks that have the other stages, one of each place on the stages' own meshes
     stages: dict[int, weakref.ref[Engine]]  # this rank's, by index
+    norm_dtype: torch.dtype  # of joint norms: the widest of all stages' gradients, also where a stage has none
 
 
 class Engine:
@@ -324,7 +325,6 @@ class Engine:
         self._step = Step.HELD
         if backward.last:
             self._show_grads()
-            self._step = Step.SHOWN
 
     # ---- pipelines
 
@@ -419,6 +419,7 @@ class Engine:
         self.changes.began()
         self.backend.land()
         left = iter(self._agreement.used())
+        self._step = Step.SHOWN  # parameters no longer show zeros in the place of sums
         for unit, state in zip(self.backend.units, self.interpreter.states, strict=True):
             unit.show_grads(left, reduced=state.grad is GradState.REDUCED)
         if self.backend.work is not None:

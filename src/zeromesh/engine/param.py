@@ -174,7 +174,7 @@ class ShardedParameter(Slice, nn.Parameter):
     grads_on: torch.device
     changed: int = 1  # the unit's generation in which its values last changed
     changed_by: Callable[[], object] | None = None  # weakly, the optimizer that did it; None: a load, or a user by hand
-    _shown: Tensor | None = None
+    _shown: Slice | None = None
 
     @property
     def steps_there(self) -> bool:
@@ -203,7 +203,11 @@ class ShardedParameter(Slice, nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The slice of the reduced gradient; None before the last micro-batch's backward."""
-        return self._shown
+        shown = self._shown
+        if shown is not None and shown.zeroed and (engine := self.engine()) is not None and engine.holds_sums:
+            # Sums of this step's first micro-batches lie in its memory.
+            self._shown = shown = slice_of(self.elements, torch.zeros_like(shown.local))
+        return shown
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

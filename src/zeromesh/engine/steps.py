@@ -102,7 +102,8 @@ def clip_grad_norm_(
         totals.append(torch.linalg.vector_norm(norms, norm_type))
     total = max(totals, key=lambda each: each.dtype.itemsize)  # one without gradients is in fp32
     if pipeline is not None or len(engines) != 1:
-        total = joint_norm(totals, norm_type, pipeline, engines[0].control.device).to(total.dtype)
+        dtype = total.dtype if pipeline is None else pipeline.norm_dtype
+        total = joint_norm(totals, norm_type, pipeline, engines[0].control.device).to(dtype)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the norm of the gradients is {float(total)}, so they cannot be clipped; drop error_if_nonfinite to "

@@ -29,6 +29,7 @@ from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control
 from zeromesh.engine.engine import Engine, Pipeline
 from zeromesh.engine.leaf import Leaf
+from zeromesh.engine.units import DTYPES
 from zeromesh.errors import InputError
 from zeromesh.modules import clean_name
 from zeromesh.schedule.state import Backward
@@ -78,7 +79,9 @@ def pipeline(stages: Sequence[StageT], *, untied: bool = False) -> list[StageT]:
     if not untied:
         _require_untied(stages, engines, control)
     held = {stage.stage_index: weakref.ref(engine) for stage, engine in zip(stages, engines, strict=True)}
-    shared = Pipeline(group=group, stages=held)
+    own = [DTYPES[buffer.spec.grad_dtype] for each in engines for unit in each.units for buffer in unit.trained]
+    widest = max(chain([torch.float32], *control.gather(own)), key=lambda dtype: dtype.itemsize)
+    shared = Pipeline(group=group, stages=held, norm_dtype=widest)
     for stage, engine in zip(stages, engines, strict=True):
         engine.join(shared)
         stage.backward_maybe_with_nosync = _Backwards(engine, stage.backward_maybe_with_nosync)  # type: ignore[method-assign]  # of this object alone

@@ -138,6 +138,24 @@ def test_all_are_told_of_one_ranks_full_disk(pool: Pool, tmp_path: Path, where: 
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-00000001", "step-00000003"]
 
 
+def refused(directory: Path) -> str:
+    """Rank 1 alone has something that cannot be saved; the message to this rank."""
+    model, optimizer = make((("cluster", 1), ("node", 2)), "node=3,cluster=0")
+    with Checkpoints(directory, model, optimizer) as checkpoints:
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.save(2, {"own": object()} if dist.get_rank() == 1 else {})
+            checkpoints.wait()
+        checkpoints.save(3)
+    return str(caught.value)
+
+
+def test_all_are_told_of_what_one_rank_cannot_save(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, refused, tmp_path, timeout_s=60.0)
+    assert second.startswith("state.own ")
+    assert first == f"the checkpoint of step 2 was not saved: {second}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-00000003"]
+
+
 def damage(checkpoint: Path) -> None:
     """A byte of a slice that rank 1 alone holds changes."""
     if dist.get_rank() == 0:

@@ -136,6 +136,17 @@ def test_norms_and_skipped_steps_are_those_of_all_stages() -> None:
     assert scaler.get_scale() == 4.0
 
 
+@on_ranks(2)
+def test_a_joint_norm_is_the_same_where_a_stage_is_frozen() -> None:
+    whole, found = net(num_blocks=4), [None, None]
+    for module in (*whole.blocks[2:], whole.norm, whole.head):
+        module.requires_grad_(False)
+    ours = staged(whole, "1f1b", "node=1,cluster=0", mesh_of(2))
+    ours.step(batch(0, 0))
+    dist.all_gather_object(found, float(zm.clip_grad_norm_(ours.models, 1e-3)))
+    assert found[0] == found[1] != torch.tensor(found[0]).float().item()  # in fp64
+
+
 def grouped(params: Iterable[Any], lr: float = 1e-2) -> torch.optim.Optimizer:
     """Two groups, of which a rank's stages may have one alone."""
     held = list(params)

@@ -187,3 +187,21 @@ def test_a_sum_that_is_zeroed_is_shown_as_zeros(to_none: bool) -> None:
             *[(False, True)] * 2,
             *[(to_none, False)] * 2,
         ]
+
+
+def test_a_gradient_that_was_zeroed_shows_no_sum_of_micro_batches() -> None:
+    """Else a loop that scales the gradients that it finds, as torch's pipelines do after each run, would scale sums."""
+    model = zm.shard(nn.Linear(3, 3), None, "node=3")
+    params, x = [*model.parameters()], torch.ones(1, 3)
+    model(x).sum().backward()
+    expected = [2 * param.grad.local for param in params]
+    for zero_grad in (torch.optim.SGD(params, lr=0.1).zero_grad, model.zero_grad):
+        zero_grad(set_to_none=False)
+        for last in False, True:
+            with zm.accumulate(model, last=last):
+                model(x).sum().backward()
+            for param in () if last else params:
+                assert not param.grad.any()
+                param.grad.add_(1.0)
+        for param, sums in zip(params, expected, strict=True):
+            torch.testing.assert_close(param.grad.local, sums + 1.0)
