@@ -166,8 +166,13 @@ class ActivationSpec:
     elementwise: PerToken = field(default_factory=PerToken)
 
     def saved(self, recomputation: Recomputation) -> PerToken:
-        found: PerToken = getattr(self, f"saved_{recomputation.value}")
-        return found
+        match recomputation:
+            case Recomputation.NONE:
+                return self.saved_none
+            case Recomputation.SELECTIVE:
+                return self.saved_selective
+            case Recomputation.FULL:
+                return self.saved_full
 
     def keeping(self, per_token: float) -> ActivationSpec:
         """With so much more saved under every recomputation."""
