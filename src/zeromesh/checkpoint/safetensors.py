@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
 from io import FileIO
 from math import prod
 from pathlib import Path
@@ -136,32 +135,28 @@ def _create(directory: Path, files: Sequence[_File]) -> None:
 
 
 def _fill(directory: Path, files: Sequence[_File], pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype]) -> None:
-    file_of, problem = {name: file for file in files for name in file.offsets}, None
+    file_of, problem, opened = {name: file for file in files for name in file.offsets}, None, dict[str, FileIO]()
     with ExitStack() as stack:
-
-        @cache
-        def opened(path: Path) -> FileIO:
-            return stack.enter_context(open(path, "r+b", buffering=0))
-
         for piece in pieces:  # to the end also after a failure: all ranks may have to make the next one together
             if problem is not None or not piece.local.numel():
                 continue
             file, dtype = file_of[piece.name], dtypes[piece.name]
             try:
-                stream = opened(_temporary(directory, file))
+                if file.name not in opened:
+                    opened[file.name] = stack.enter_context(open(_temporary(directory, file), "r+b", buffering=0))
                 for start in range(0, piece.local.numel(), _CHUNK):
                     part = piece.local[start : start + _CHUNK].to("cpu", dtype).contiguous()
                     place = file.offsets[piece.name] + (piece.start + start) * dtype.itemsize
                     view = memoryview(part.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs
                     while view:
-                        count = os.pwrite(stream.fileno(), view, place)
+                        count = os.pwrite(opened[file.name].fileno(), view, place)
                         view, place = view[count:], place + count
             except OSError as error:
                 problem = error
         if problem is not None:
             raise problem
-        for file in files:
-            os.fsync(opened(_temporary(directory, file)).fileno())
+        for stream in opened.values():
+            os.fsync(stream.fileno())
 
 
 def _publish(directory: Path, files: Sequence[_File]) -> None:

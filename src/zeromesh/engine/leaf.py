@@ -54,9 +54,9 @@ class Leaf(nn.Parameter):
     def data(self, value: Tensor) -> None:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # a getset_descriptor
 
-    def set_(self, *source: Any) -> Tensor:
+    def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """No change where it is set to itself, as by `register_parametrization`."""
-        return self if source == (self,) else super().set_(*source)
+        return self if not kwargs and len(args) == 1 and args[0] is self else super().set_(*args, **kwargs)
 
 
 class _Closed(Leaf):

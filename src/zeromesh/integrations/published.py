@@ -40,18 +40,17 @@ def published(model: nn.Module, specs: Sequence[Spec], pieces: Sequence[Piece]) 
     wanted = {
         kept.get(spec.name, spec.name): torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs
     }
-    stands = stands_of(model)
-    found = _reverted(model, wanted, stands)
-    units, of_units = defaultdict[int, dict[str, Tensor]](dict), dict[str, Tensor]()
+    stands, units = stands_of(model), defaultdict[int, dict[str, Tensor]](dict)
     unit_of = {name: at for at, unit in enumerate(engine_of(model).units) for name in _names(unit.buffers)}
     for name, stand in wanted.items():
         units[unit_of.get(name, -1)][name] = stand
+    with shown_as(model, stands), _Views():
+        found: dict[str, Tensor] = revert_weight_conversion(model, dict(wanted))
+        of_units = [(own, revert_weight_conversion(model, dict(own))) for own in units.values()]
     boxes = defaultdict[str, list[tuple[str, Region]]](list)
     computed: list[tuple[list[str], list[str]]] = []  # names in the model, of which those in the files are made
-    for own in units.values():
-        made, of_memory = _reverted(model, own, stands), {_memory(stand): name for name, stand in own.items()}
-        of_units |= made
-        others = []
+    for own, made in of_units:
+        of_memory, others = {_memory(stand): name for name, stand in own.items()}, list[str]()
         for name, tensor in made.items():
             source = of_memory.get(_memory(tensor))
             box = None if source is None else _box(tensor, wanted[source])
@@ -60,7 +59,8 @@ def published(model: nn.Module, specs: Sequence[Spec], pieces: Sequence[Piece]) 
             else:
                 boxes[source].append((name, box))
         computed += [([*own], others)] if others else []
-    if {name: tensor.shape for name, tensor in found.items()} != {n: tensor.shape for n, tensor in of_units.items()}:
+    sizes = {name: tensor.shape for _, made in of_units for name, tensor in made.items()}
+    if sizes != {name: tensor.shape for name, tensor in found.items()}:
         raise ModelError(
             f"files of {type(model).__name__} mix tensors of several of its units: save it with "
             f"save_original_format=False, under its own names"
@@ -77,8 +77,10 @@ def published(model: nn.Module, specs: Sequence[Spec], pieces: Sequence[Piece]) 
                         yield Piece(name=name, shape=shapes[name], start=at + start - first, local=local)
         for names, others in computed:
             state = full_state_dict(model, names=frozenset(names))  # on the first rank
-            made = _reverted(model, {n: state[n] for n in names}, stands) if state else {}
-            yield from (whole(name, made[name]) for name in others if name in made)
+            if state:
+                with shown_as(model, stands):  # whose shapes operations may ask for
+                    made = revert_weight_conversion(model, {name: state[name] for name in names})
+                yield from (whole(name, made[name]) for name in others)
 
     return [Spec(name=n, shape=shapes[n], dtype=tensor.dtype) for n, tensor in found.items()], apart()
 
@@ -88,13 +90,6 @@ class _Views(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
-
-
-def _reverted(model: Any, own: Mapping[str, Tensor], stands: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As the files have these tensors of the model; `stands` have all shapes, which operations may ask for."""
-    with shown_as(model, stands), _Views():
-        found: dict[str, Tensor] = revert_weight_conversion(model, dict(own))
-    return found
 
 
 def _memory(tensor: Tensor) -> int:
