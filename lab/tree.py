@@ -40,7 +40,7 @@ _EXPECTED = 'expected a tree, outermost level first, such as "2@200mbit,2@1gbit,
 
 
 class LabError(InputError):
-    """An emulated cluster cannot be set up here: privileges, tools, or what the kernel refuses."""
+    """An emulated cluster cannot be set up here: privileges or tools are missing, or the kernel refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

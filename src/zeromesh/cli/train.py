@@ -62,8 +62,8 @@ def train(config: Config, overrides: Overrides = None) -> None:
 
 
 def run(path: Path, overrides: Sequence[str]) -> int:
-    """Runs what a configuration describes; the exit code. Raises InputError if the configuration or the environment is
-    wrong, before any process starts if that can be known."""
+    """Trains as a configuration says; returns the exit code. Raises InputError if the configuration or the environment
+    is wrong, before any process starts if that can be known."""
     from zeromesh.launch.environment import Launched, check_address
     from zeromesh.launch.job import RENDEZVOUS, make_folder
     from zeromesh.train.config import load_config

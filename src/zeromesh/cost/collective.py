@@ -9,8 +9,8 @@ every member (B the whole buffer), an all-reduce twice that in twice the steps. 
 The term in brackets is a short transfer's loss to protocol and chunking; NCCL's measured curves need it
 inside a node only: between nodes the latency of the steps explains them. The sum is monotone in B since power <= 1.
 
-Of a level whose file has curves, the measured time is taken instead: `cluster.level`. Where it has none and says
-the share that an operation reaches of the rate, that is the rate.
+A level whose file has curves takes the measured time instead: `cluster.level`. One without curves may say the share
+of its rate that an operation reaches; that is the rate then.
 
 An all-reduce may also be a double binary tree, whose latency grows with the logarithm: the smaller of the two is taken,
 as NCCL does. Other ways over several levels are in `zeromesh.collectives`.

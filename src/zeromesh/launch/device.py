@@ -104,7 +104,7 @@ def set_variables(rank: int) -> None:
 
 
 def agree_on_device(claim: Claim, store: Store, rank: int, world: int) -> None:
-    """Compares what all ranks claim; collective. Raises InputError, on every rank, if some have no device and others
+    """Compares the claims of all ranks; collective. Raises InputError, on every rank, if some have no device and others
     have, or some share one; it names those."""
     store = PrefixStore("zeromesh/devices", store)
     store.set(str(rank), json.dumps(astuple(claim)))

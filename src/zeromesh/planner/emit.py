@@ -195,7 +195,7 @@ def emit_megatron_fsdp(plan: Plan, model: ModelSpec) -> str:
 
 
 def emit_megatron_lm(plan: Plan, model: ModelSpec) -> str:
-    """Arguments of Megatron-LM's pretraining scripts, under comments on what differs. Raises InputError, which names
+    """Arguments of Megatron-LM's pretraining scripts, under comments on the differences. Raises InputError, which names
     the part, if Megatron-LM cannot express the strategy."""
     engine, parallel, layout = "Megatron-LM", plan.parallel or WHOLE, Layout.of(plan.strategy, plan.mesh)
     plan = _in_one_dtype(engine, plan, layout)

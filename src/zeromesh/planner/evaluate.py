@@ -125,7 +125,7 @@ class Evaluator:
         return list(self._estimates.values())
 
     def division(self, parallel: Parallel) -> Division:
-        """Model and cluster, cut. Raises InputError if a degree does not divide what it cuts."""
+        """Model and cluster, cut. Raises InputError if a degree does not divide a size that it cuts."""
         if parallel not in self._divisions:
             self._divisions[parallel] = Division.of(self.model, self.cluster, parallel, seq_len=self.workload.seq_len)
         return self._divisions[parallel]

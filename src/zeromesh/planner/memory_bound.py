@@ -45,14 +45,14 @@ class Elements:
 
     def layouts(self, block: Block) -> Iterator[tuple[Block, tuple[int, int]]]:
         """Layouts with the elements, all and trainable, that lie in them: `block` for all but the experts that ep cuts,
-        which have what its ranks leave of it."""
+        which have the layouts that its ranks leave."""
         yield block, self.total[False]
         if self.total[True][0]:
             yield block.without(self.ep), self.total[True]
 
     @cached_property
     def total(self) -> dict[bool, tuple[int, int]]:
-        """All and trainable, of what is no experts and of those."""
+        """All and trainable: outside experts, and of experts."""
         units = self.model.units
         trained = {part: sum(u.count * of[id(u)][0] for u in units) for part, of in self.by_unit.items()}
         return {
@@ -61,7 +61,7 @@ class Elements:
 
     @cached_property
     def by_unit(self) -> dict[bool, dict[int, tuple[int, int]]]:
-        """Trainable and frozen elements of each unit: of what is no experts, and of those."""
+        """Trainable and frozen elements of each unit: outside experts, and of experts."""
         found: dict[bool, dict[int, tuple[int, int]]] = {False: {}, True: {}}
         for unit in self.model.units:
             trained, frozen = (

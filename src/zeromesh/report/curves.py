@@ -92,7 +92,7 @@ def curve_chart(
         ),
         x_ticks=tuple(Tick(at=x(n), label=f"{n:,.0f}") for n in round_values(first, last) if n == round(n)),
         y_ticks=tuple(Tick(at=y(n), label=write(n)) for n in round_values(low, high)),
-        caption=f"Each point is the mean of {size} steps; the band is what they lie between." if size > 1 else "",
+        caption=f"Each point is the mean of {size} steps; they lie in the band." if size > 1 else "",
     )
 
 

@@ -16,7 +16,7 @@ class Race:
     where: str  # file and line of the caller outside torch
     stream: int  # -1 for the host's own access to pinned memory
     writes: bool
-    earlier_operation: str  # this and the next three: of what may not be over
+    earlier_operation: str  # this and the next three: of the access that may not be over
     earlier_where: str
     earlier_stream: int
     earlier_writes: bool
@@ -35,12 +35,12 @@ class Race:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyFree:
-    """A block that went back to its stream's free ones before that stream came after what another does with it."""
+    """A block that went back to its stream's free ones before that stream came after another one's work on it."""
 
     size_bytes: int  # that were asked for
     where: str  # of the release
     stream: int  # the block's own
-    earlier_operation: str  # this and the next two: of what may not be over
+    earlier_operation: str  # this and the next two: of the access that may not be over
     earlier_where: str
     earlier_stream: int
 

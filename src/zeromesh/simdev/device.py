@@ -69,7 +69,7 @@ class MemoryStats:
 
     allocated_bytes: int  # that live tensors asked for
     peak_allocated_bytes: int
-    rounded_bytes: int  # of their blocks; what torch.cuda.memory_allocated() counts
+    rounded_bytes: int  # of their blocks, as torch.cuda.memory_allocated() counts them
     peak_rounded_bytes: int
     reserved_bytes: int  # of segments that were taken from the device
     peak_reserved_bytes: int
@@ -170,11 +170,11 @@ BACKEND = "simccl"
 """Ordered by streams as NCCL's; data goes through gloo."""
 
 COUNTING = "simcount"
-"""The same for one process that is a rank of any world: the others are taken to hold what this one holds."""
+"""The same for one process that is a rank of any world: the others are taken to hold the same values."""
 
 
 def register_backends(*, alone: bool) -> None:
-    """The first is what torch takes for the device by default: without gloo where a process is `alone`."""
+    """The first is the one that torch takes for the device by default: without gloo where a process is `alone`."""
     names = {BACKEND: _through_gloo, COUNTING: _counting}
     for name in sorted(names, reverse=alone):
         devices = ["simdev"] if name == BACKEND else ["simdev", "cpu"]

@@ -42,7 +42,7 @@ class Order:
     kind: str  # "record", "wait", "host waits for stream", "host waits for event" or "host waits for device"
     stream: int  # that records, or waits, or is waited for
     thread: int  # that issued it
-    event: int  # number of the recording; a wait has that of what it waits for. 0 where there is none
+    event: int  # number of the recording; a wait has that of the recording that it waits for. 0 where there is none
 
 
 Entry = Kernel | Collective | Order
