@@ -78,7 +78,7 @@ class Event:
 
     name: str  # "forward", "backward", "recompute", "optimizer", or the collective's name
     kind: Kind  # "wait": the device stands still for a communication
-    resource: str  # row of the timeline: "compute", or "<lane>/<axis>" for communication
+    resource: str  # row of the timeline: "compute", or "<kind of transfer>/<axis>" for communication
     start_s: float
     end_s: float
     unit: str | None = None  # its name, "" for the root; None where an event belongs to no unit

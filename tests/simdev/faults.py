@@ -12,7 +12,6 @@ import torch
 from tests.dist.engine.delays import without_order_of_lanes, without_wait
 from zeromesh.comm import lane
 from zeromesh.comm.lane import Ticket
-from zeromesh.schedule.transfer import LANES
 
 Fault = Callable[[], AbstractContextManager[None]]
 
@@ -76,9 +75,15 @@ def without_landing(kind: str) -> Iterator[None]:
         yield
 
 
-# Where a boundary follows a micro-batch's reduction, it comes after the computation by that; and so does a copy down.
+LANES = ("gather/cluster", "gather/node", "reduce/node", "reduce/cluster", "up", "down")
+# Where a reduction follows another, it comes after the computation by that; and so does a copy down.
 STREAMED = {"step 0": "host=1,node=3,cluster=1;step=device"}
-STARTS = {"boundary": "node=1,cluster=1", "up": "host=3,node=3,cluster=3", "down": "host=2,node=1,cluster=0"} | STREAMED
+STARTS = {
+    "reduce/cluster": "node=1,cluster=3",
+    "up": "host=3,node=3,cluster=3",
+    "down": "host=2,node=1,cluster=0",
+    **STREAMED,
+}
 ENDS = {"up": "host=3,node=3,cluster=3", "down": "host=2,node=1,cluster=0"} | STREAMED
 
 FAULTS: dict[str, tuple[str, Fault]] = {

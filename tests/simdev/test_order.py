@@ -274,16 +274,16 @@ def test_a_fault_is_found(wait):
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy", "precision"),
+    ("lane", "strategy", "precision"),
     [
         ("up", "host=1,node=3,cluster=1", "fp64"),
         ("step 0", "host=1,node=3,cluster=1;step=device", "fp64"),
-        ("refresh", "host=3,node=3,cluster=2", "fp64"),
-        ("refresh", "host=3,node=3h,cluster=1", "bf16"),
+        ("gather/cluster", "host=3,node=3,cluster=2", "fp64"),
+        ("gather/cluster", "host=3,node=3h,cluster=1", "bf16"),
     ],
 )
 @alone()
-def test_masters_are_changed_once_their_copies_have_left(kind, strategy, precision):
+def test_masters_are_changed_once_their_copies_have_left(lane, strategy, precision):
     """A copy up reads them; parameters that come down are written over masters inside them, and over the next cast; a
     step on the device writes them."""
     simdev.counting_group(0, 4)
@@ -304,7 +304,7 @@ def test_masters_are_changed_once_their_copies_have_left(kind, strategy, precisi
         return checker
 
     assert not change().races
-    with without_landing(kind):
+    with without_landing(lane):
         assert change().races
 
 

@@ -210,7 +210,7 @@ class Step:
 
     operation: str = ""  # its name; "" where nothing is sent
     groups: tuple[AxisGroup, ...] = ()  # the axes it sends over, the minor one last
-    aside: bool = False  # it runs in the lane of its operation, beside the others of its chain
+    lane: str = ""  # its name; "" where that of the chain's step before it will do
     call: partial[Any] | None = None  # the collective, bound to its tensors
     before: Copy | None = None
     after: Copy | None = None

@@ -53,7 +53,7 @@ class HostLink:
     ) -> Step:
         """One copy, as a step of a chain; by default in a lane of its own."""
         call = partial(self.copy, operation, destination, source)
-        return Step(operation=operation, call=call, before=before, aside=aside)
+        return Step(operation=operation, call=call, lane=operation if aside else "", before=before)
 
     def copy(self, operation: Copying, destination: Tensor, source: Tensor) -> None:
         """One copy, on the device's current stream; it may be on its way when this returns."""

@@ -1,7 +1,7 @@
 """The schedule's back end on real devices: chains of collectives on lanes.
 
-[Note: Lanes] Each kind of transfer has a lane, so that none waits for another that it does not need:
-docs/decisions/0013. This is the memory that a job reads and writes, and why nobody else touches it:
+[Note: Memory] Transfers run in lanes: [Note: Lanes] of `zeromesh.schedule.lanes`. This is the memory that those of a
+kind read and write, and why nobody else touches it:
 
     refresh   master -> params    optimizers wait for it before they step
     unshard   params -> full      follows the unit's refresh; the interpreter gives a slot to one unit at a time, and
@@ -24,8 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +32,14 @@ from torch import Tensor, nn
 from zeromesh.comm.collectives import all_reduce_max
 from zeromesh.comm.exchange import AxisGroup, Chain
 from zeromesh.comm.lane import Job, Lane, Ticket
-from zeromesh.engine.chain import Binding, ReduceChains, Scratch
+from zeromesh.engine.chain import Binding, ByLane, ReduceChains, Scratch, by_lane
 from zeromesh.engine.flat import FlatShards, GradDestinations
 from zeromesh.engine.leaf import Leaf, PlainLeaf, classes_of, local_of
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import CommunicationError, ModelError
+from zeromesh.schedule.lanes import Lanes, side_by_side
 from zeromesh.schedule.state import Reducing, Reduction
-from zeromesh.schedule.transfer import COPIES, REDUCTIONS, LaneKind, lane_axes
+from zeromesh.schedule.transfer import COPIES, RouteKind
 from zeromesh.strategy import Layout
 
 if TYPE_CHECKING:
@@ -186,14 +186,12 @@ class UnitShards:
                 buffer.owed.zero_()
 
 
-LaneName = LaneKind | Literal["step", "step 0", "step 1"]
-
-ByLane = tuple[tuple[LaneKind, Chain], ...]  # chains of several lanes, each after the one before
+Jobs = list[tuple[str, list[Job]]]  # by lane, each after those before
 
 
 @dataclass(slots=True)
 class UnitChains:
-    """One unit's chains: gathers of all its buffers one after the other, by lane; reductions by index of the buffer."""
+    """One unit's chains: gathers of all its buffers together; reductions by index of the buffer."""
 
     unshard: ByLane
     unshard_kept: ByLane
@@ -208,8 +206,9 @@ class DeviceBackend:
     units: Sequence[UnitShards]  # in the schedule's order
     layouts: Sequence[Layout]  # of the model, then of its parts
     groups: dict[str, AxisGroup]
-    lanes: Mapping[LaneName, Lane]
-    scratch: Mapping[LaneKind, Scratch]
+    names: Lanes  # of its lanes
+    lanes: Mapping[str, Lane]  # by name; with those of the host's steps and copies, if anything lies there
+    scratch: Mapping[str, Scratch]
     host: HostLink | None  # copies to and from its memory; None if nothing lies there
     chains: Sequence[UnitChains] = field(init=False)  # `record` puts observed ones in their place while it records
     device: torch.device
@@ -220,17 +219,18 @@ class DeviceBackend:
         self.chains = [self._bind(unit) for unit in self.units]
         # Whether parameters are swapped back as their unit's own forward returns; else as the outermost returns.
         self._closes = any(layout.gathers for layout in self.layouts)
-        refreshed = [b.master_in_params for u in self.units for b in u.buffers if b.placed.routes["refresh"].down]
-        self._landing: tuple[LaneKind, ...] = (*COPIES, "refresh") if refreshed else COPIES
-        self.rewrites = any(refreshed)  # parameters come down onto masters inside them
+        refreshed = [(b, b.placed.routes["refresh"]) for u in self.units for b in u.buffers]
+        down = [(b, self.names.lane("refresh", route.steps[0].axis.name)) for b, route in refreshed if route.down]
+        self._landing = tuple(dict.fromkeys([*COPIES, *(lane for _, lane in down)]))
+        self.rewrites = any(b.master_in_params for b, _ in down)  # parameters come down onto masters inside them
 
     def _bind(self, unit: UnitShards) -> UnitChains:
-        bound = [Binding(buffer, self.groups, self.scratch, self.host) for buffer in unit.buffers]
-        gathered = [each for each in bound if each.shards.gathered]
+        bound = [Binding(buffer, self.groups, self.names, self.scratch, self.host) for buffer in unit.buffers]
+        gathered, lane = [each for each in bound if each.shards.gathered], self.names.lane("refresh")
         return UnitChains(
-            unshard=_by_lane("unshard", (each.unshard(from_kept=False) for each in gathered)),
-            unshard_kept=_by_lane("unshard", (each.unshard(from_kept=True) for each in gathered)),
-            refresh=_by_lane("refresh", (each.refresh() for each in bound)),
+            unshard=by_lane((each.unshard(from_kept=False) for each in gathered), lane),
+            unshard_kept=by_lane((each.unshard(from_kept=True) for each in gathered), lane),
+            refresh=by_lane((each.refresh() for each in bound), lane),
             reduce={i: each.reductions() for i, each in enumerate(bound) if each.shards.grads is not None},
         )
 
@@ -245,7 +245,7 @@ class DeviceBackend:
         extra = [tensor for s in self.scratch.values() for tensor in (s.staging, s.workspace)]
         return [tensor for tensor in (*views, *extra) if tensor.untyped_storage().data_ptr() not in own]
 
-    def through(self, lanes: Mapping[LaneName, Any], chains: Sequence[UnitChains]) -> tuple[Any, Sequence[UnitChains]]:
+    def through(self, lanes: Mapping[str, Any], chains: Sequence[UnitChains]) -> tuple[Any, Sequence[UnitChains]]:
         """Submits to `lanes`, perhaps observed ones, from now on, and runs `chains`; returns those before."""
         before = self.lanes, self.chains
         self.lanes, self.chains = lanes, chains
@@ -278,8 +278,8 @@ class DeviceBackend:
 
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[Ticket]:
         shards, chains = self.units[unit], self.chains[unit].reduce
-        jobs: dict[LaneKind, list[Job]] = {lane: [] for lane in ("reduce", "up", "boundary", "down")}
-        last: LaneKind = "reduce"  # the lane that reads the reduce slot last
+        jobs: dict[RouteKind, list[Jobs]] = {"reduce": [], "up": [], "boundary": [], "down": []}
+        last: RouteKind = "reduce"  # the kind that reads the reduce slot last
         for index, own in chains.items():
             buffer, away = shards.buffers[index], bool(own.micro_down)
             further, before = reduction.boundary and bool(own.boundary), None
@@ -288,31 +288,32 @@ class DeviceBackend:
                 continue  # its sums stay on the host
             if reduction.add:  # no lane is at work on the unit now
                 before = self.host.brought(buffer.shown) if away and self.host else buffer.reduced.clone()
-            accumulate = reduction.accumulate and not away
+            accumulate, sums = reduction.accumulate and not away, Jobs()
             if reduction.micro:
                 destinations = own.alone if reduction.alone else buffer.destinations
                 self._collect(unit, index, own.first, destinations, reduction, accumulate=accumulate and not own.micro)
-                jobs["reduce"].append(partial(_run_chain, own.micro, accumulate=accumulate))
+                sums = _jobs(own.micro, accumulate=accumulate)
+                jobs["reduce"].append(sums)
             if reduction.accumulate and own.up:
                 assert buffer.grads is not None
-                jobs["up"] += [*([] if reduction.micro else [buffer.grads.zero_]), partial(_run_chain, own.up)]
+                jobs["up"].append(_jobs(own.up, *([] if reduction.micro else [buffer.grads.zero_])))
             if reduction.boundary:
-                steps = own.boundary_alone if reduction.alone else own.boundary
-                jobs["boundary"].append(partial(_finish, steps, buffer, before))
+                jobs["boundary"].append(_jobs(own.boundary_alone if reduction.alone else own.boundary))
+                sums = jobs["boundary"][-1] or sums
+                if before is not None and sums:
+                    sums[-1][1].append(partial(buffer.reduced.add_, before))
+                elif before is not None:
+                    buffer.reduced.add_(before)
             down = own.micro_down if away and not further else own.down if reduction.boundary else ()
             if down:
-                jobs["down"].append(partial(_run_chain, down))
+                jobs["down"].append(_jobs(down))
                 if self.work is not None and self.work.clips and reduction.boundary:
-                    jobs["down"].append(self.work.finding_norms(buffer))
-        if not any(own.boundary for own in chains.values()):
-            jobs["reduce"], jobs["boundary"] = jobs["reduce"] + jobs["boundary"], []
-        if not any(own.micro for own in chains.values()):
-            _run(jobs.pop("reduce"))
+                    jobs["down"][-1][-1][1].append(self.work.finding_norms(buffer))
         taken = done = None
-        for lane, each in jobs.items():
-            if each:
-                done = self.lanes[lane].submit(partial(_run, each), f"reduce {shards.name}", after=done)
-            taken = done if lane == last else taken
+        for kind, each in jobs.items():
+            for lane, together in side_by_side(each):
+                done = self.lanes[lane].submit(partial(_run, together), f"reduce {shards.name}", after=done)
+            taken = done if kind == last else taken
         return Reducing(taken, done)
 
     def wait(self, ticket: Ticket) -> None:
@@ -325,9 +326,9 @@ class DeviceBackend:
 
     def land(self) -> None:
         """The host comes after the copies that were waited for: it is about to use its own memory."""
-        for kind in self._landing:
-            if kind in self.lanes:
-                self.lanes[kind].synchronize()
+        for lane in self._landing:
+            if lane in self.lanes:
+                self.lanes[lane].synchronize()
 
     def settle(self) -> None:
         """Comes after the work on slices in the host's memory. Raises ModelError if they are parked."""
@@ -395,12 +396,10 @@ class DeviceBackend:
     def agree(self, words: Tensor) -> Ticket:
         """Replaces `words` by their maximum over all ranks, after the reductions that were issued before."""
         ticket: Ticket | None = None
-        for lane in REDUCTIONS:  # each axis in the lane whose communicator it is
+        for axis in (axis for axis in self.layouts[0].axes if axis.name in self.groups):
             # Not this object: a job on its way must not keep the model's memory.
-            groups = [self.groups[axis.name] for axis in lane_axes(self.layouts[0], lane) if axis.name in self.groups]
-            if groups:
-                agree = partial(_run, [partial(all_reduce_max, words, group) for group in groups])
-                ticket = self.lanes[lane].submit(agree, "agree on gradients", after=ticket)
+            agree, lane = partial(all_reduce_max, words, self.groups[axis.name]), self.names.lane("reduce", axis.name)
+            ticket = self.lanes[lane].submit(agree, "agree on gradients", after=ticket)
         assert ticket is not None
         return ticket
 
@@ -458,32 +457,24 @@ class DeviceBackend:
         if missing or to.gaps:
             torch._foreach_zero_([*missing, *to.gaps])
 
-    def _gather(self, kind: LaneKind, chains: ByLane, unit: int, after: Ticket | None) -> Ticket | None:
+    def _gather(self, kind: RouteKind, chain: ByLane, unit: int, after: Ticket | None) -> Ticket | None:
         label = f"{kind} {self.units[unit].name}"
-        for lane, steps in chains:
+        for lane, steps in chain:
             after = self.lanes[lane].submit(partial(_run_chain, steps), label, after=after)
         return after
 
 
-def _by_lane(lane: LaneKind, chains: Iterable[Chain]) -> ByLane:
-    """One chain in each lane: of several buffers, all are brought up before any is gathered."""
-    steps = list(chain.from_iterable(chains))
-    copies = {kind: tuple(step for step in steps if step.aside and step.operation == kind) for kind in COPIES}
-    own = tuple(step for step in steps if not step.aside)
-    in_order: ByLane = (("up", copies["up"]), (lane, own), ("down", copies["down"]))
-    return tuple((kind, found) for kind, found in in_order if found)
+def _jobs(chain: ByLane, *first: Job, accumulate: bool = False) -> Jobs:
+    """A chain's jobs, and before them those that come `first`."""
+    jobs: Jobs = [(lane, [partial(_run_chain, steps, accumulate=accumulate)]) for lane, steps in chain]
+    if first:
+        jobs[0][1][:0] = first
+    return jobs
 
 
 def _run_chain(steps: Chain, *, accumulate: bool = False) -> None:
     for step in steps:
         step.run(accumulate)
-
-
-def _finish(steps: Chain, buffer: FlatShards, before: Tensor | None) -> None:
-    """Reduces the accumulator into its state shard's part, and adds the part's values from `before`."""
-    _run_chain(steps)
-    if before is not None:
-        buffer.reduced.add_(before)
 
 
 def _require_unchanged(param: ShardedParameter, generation: int) -> None:

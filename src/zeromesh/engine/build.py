@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from zeromesh.comm.groups import make_groups, mesh_group
 from zeromesh.comm.lane import Lane
-from zeromesh.engine.backend import DeviceBackend, LaneName, UnitShards
+from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.control import Control, broadcast_bytes
 from zeromesh.engine.elements import Home
@@ -31,7 +31,7 @@ from zeromesh.errors import MeshError, ModelError
 from zeromesh.modules import clean_name, lacks_values, tensors_of
 from zeromesh.schedule.buffer_layout import SlotPart, slot_bytes
 from zeromesh.schedule.program import Schedule
-from zeromesh.schedule.transfer import COPIES, LANES, LaneKind
+from zeromesh.schedule.transfer import COPIES
 from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.strategy import Layout
 from zeromesh.strategy.stage import HOST
@@ -129,16 +129,17 @@ def build_engine(
     if len(homes) > 1:
         from zeromesh.engine.parts import groups_of  # of parts=
 
-        groups = groups_of(homes, register=register)
+        groups, lent = groups_of(homes, register=register)
     else:
         mesh, axes = homes[""].mesh, homes[""].layout.axes
-        groups = {} if mesh is None else make_groups(mesh, axes, registered=register)
+        groups, lent = {} if mesh is None else make_groups(mesh, axes, registered=register), dict[str, str]()
     schedule = Schedule.of(
         homes[""].layout,
         units,
         parts={part: home.layout for part, home in homes.items() if part},
         messages=next((group.transport.messages for group in groups.values()), None),
         triton=has_triton(device.type),
+        lent=lent,
     )
     watch_reads(modules, model.modules())
     host, cores = None, 0
@@ -150,7 +151,7 @@ def build_engine(
     shards = _fill_shards(model, modules, schedule, homes, device, init, lazy, host)
     inline, memory = schedule.layout.strategy.overlap == "none", schedule.memory
 
-    def allocate() -> tuple[dict[LaneKind, Scratch], Callable[[], None] | None]:
+    def allocate() -> tuple[dict[str, Scratch], Callable[[], None] | None]:
         pool: AbstractContextManager[Callable[[], None] | None] = nullcontext()
         if register:
             from zeromesh.comm.nccl import registered  # of register=
@@ -158,13 +159,12 @@ def build_engine(
             pool = registered(groups.values(), device)
         with pool as release:
             _bind_slots(schedule, shards, device)
-        each = {kind: (memory.staging[kind], memory.workspace[kind]) for kind in LANES}
-        return {kind: Scratch(*(_bytes(count, device) for count in own)) for kind, own in each.items()}, release
+        each = {lane: (own, memory.workspace.get(lane, 0)) for lane, own in memory.staging.items()}
+        return {lane: Scratch(*(_bytes(count, device) for count in own)) for lane, own in each.items()}, release
 
     scratch, release = control.together(allocate, left="The model has lost its parameters")
-    lanes: dict[LaneName, Lane] = {
-        kind: Lane(kind, device=device, inline=inline) for kind in LANES if kind not in COPIES or memory.host
-    }
+    names = (*schedule.lanes.names, *(COPIES if memory.host else ()))
+    lanes = {name: Lane(name, device=device, inline=inline) for name in names}
     if host is not None:
         lanes["step"] = Lane("step", device=torch.device("cpu"), inline=inline)
         if device.type != "cpu":  # launchers give a rank one thread, and no device computes with the others
@@ -177,6 +177,7 @@ def build_engine(
         units=shards,
         layouts=schedule.layouts,
         groups=groups,
+        names=schedule.lanes,
         lanes=lanes,
         scratch=scratch,
         host=host,

@@ -14,9 +14,10 @@ messages of all ranks of the axis, which the backward's gather restores first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,8 @@ from zeromesh.comm.exchange import AxisGroup, Chain, Copy, Step, own_chunk
 from zeromesh.engine.flat import FlatShards, GradDestinations, inside
 from zeromesh.engine.units import DTYPES
 from zeromesh.schedule.buffer_layout import Route
-from zeromesh.schedule.transfer import LaneKind, Transfer
+from zeromesh.schedule.lanes import Lanes, in_lanes, side_by_side
+from zeromesh.schedule.transfer import RouteKind, Transfer
 from zeromesh.schedule.unit import FROZEN_BYTES
 
 if TYPE_CHECKING:
@@ -46,6 +48,16 @@ class Scratch:
         return self.staging[start : start + numel * dtype.itemsize].view(dtype)
 
 
+ByLane = tuple[tuple[str, Chain], ...]
+"""A chain cut up by lane, each part after the one before."""
+
+
+def by_lane(chains: Iterable[Chain], default: str) -> ByLane:
+    """Those of several buffers as one; steps of no lane are in the `default` one."""
+    parts = side_by_side(in_lanes(chain, attrgetter("lane"), default) for chain in chains)
+    return tuple((lane, tuple(steps)) for lane, steps in parts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceChains:
     """A unit's reductions of one buffer: a micro-batch's into the accumulator, and the boundary's from there.
@@ -54,14 +66,14 @@ class ReduceChains:
     backend sums in place, and has no such mean, the step before it scales instead. Ranks that the axes do not reach,
     where a part of the model is shared by fewer than feed it, count in the last step's factor."""
 
-    micro: Chain
-    boundary: Chain
+    micro: ByLane
+    boundary: ByLane
     alone: GradDestinations  # of gradients that nothing is added to: [Note: Alone] of `zeromesh.schedule.buffer_layout`
-    boundary_alone: Chain  # the boundary's steps from there
+    boundary_alone: ByLane  # the boundary's steps from there
     first: float  # factor that whoever fills the chain's source gives to it, on the way
-    micro_down: Chain = ()  # to the host, the sum of micro-batches
-    up: Chain = ()  # from there, the sum of those before, added to a micro-batch's
-    down: Chain = ()  # to the host, the state shard's part
+    micro_down: ByLane = ()  # to the host, the sum of micro-batches
+    up: ByLane = ()  # from there, the sum of those before, added to a micro-batch's
+    down: ByLane = ()  # to the host, the state shard's part
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +82,13 @@ class Binding:
 
     shards: FlatShards
     groups: Mapping[str, AxisGroup]
-    scratch: Mapping[LaneKind, Scratch]
+    lanes: Lanes
+    scratch: Mapping[str, Scratch]  # by lane
     host: HostLink | None  # where anything lies in its memory
+
+    def _lane(self, kind: RouteKind, step: Transfer) -> tuple[str, Scratch]:
+        name = self.lanes.lane(kind, step.axis.name)
+        return name, self.scratch[name]
 
     @property
     def _link(self) -> HostLink:
@@ -97,9 +114,9 @@ class Binding:
 
         # The messages give back the part of `full` that the gather over the kept axis filled.
         assert kept_step.form is not None
-        group, workspace = self.groups[kept_step.axis.name], self.scratch["unshard"].workspace
-        restore = partial(restore_kept, shards.kept, region, group, kept_step.form, workspace=workspace)
-        return (Step(call=restore), *gathers(placed.from_kept, region))
+        group, (lane, scratch) = self.groups[kept_step.axis.name], self._lane("unshard", kept_step)
+        restore = partial(restore_kept, shards.kept, region, group, kept_step.form, workspace=scratch.workspace)
+        return (Step(lane=lane, call=restore), *gathers(placed.from_kept, region))
 
     def refresh(self) -> Chain:
         """Casts `master` and gathers it into `params`; empty if nothing is left to do."""
@@ -117,7 +134,8 @@ class Binding:
             if compute is not None and not _same(compute, source):
                 cast, source = (compute, source), compute
             if route.down:
-                destination = self.scratch["refresh"].region(route.passing, params.dtype)
+                _, scratch = self._lane("refresh", route.steps[0])
+                destination = scratch.region(route.passing, params.dtype)
         gathers = partial(self._gathers, "refresh", destination=destination, held=held)
         chain = self._brought(source, inside(destination, held, shards.state_range), route, gathers, cast)
         return (*chain, self._link.step("down", params, destination, aside=False)) if route.down else chain
@@ -133,7 +151,7 @@ class Binding:
 
     def _gathers(
         self,
-        lane: LaneKind,
+        kind: RouteKind,
         route: Route,
         source: Tensor,
         *,
@@ -142,7 +160,7 @@ class Binding:
         kept: Tensor | None = None,
     ) -> Chain:
         """Along `route`, in `destination`, which covers `held` of the buffer."""
-        placed, scratch = self.shards.placed, self.scratch[lane]
+        placed = self.shards.placed
 
         def sent(values: Tensor) -> Tensor:
             """Codes as bytes: backends know fewer dtypes than torch."""
@@ -150,6 +168,7 @@ class Binding:
 
         chain, current, end = list[Step](), sent(source), sent(destination)
         for step in route.steps:
+            lane, scratch = self._lane(kind, step)
             region, keep = sent(inside(destination, held, placed.region(step, self.shards.coordinates))), None
             if kept is not None and step.axis is placed.kept_axis:
                 region, keep = (region, kept) if placed.keeps_messages else (sent(kept), None)
@@ -162,7 +181,7 @@ class Binding:
             call = partial(all_gather, region, group)
             if step.form is not None:
                 call = partial(all_gather, region, group, step.form, workspace=scratch.workspace, keep=keep)
-            chain.append(Step(operation="all_gather", groups=(group,), call=call, before=before))
+            chain.append(Step(operation="all_gather", groups=(group,), lane=lane, call=call, before=before))
         bound = runnable(placed.layout).bind(route, chain)
         return bound if _same(end, current) else (*bound, Step(after=(end, current)))
 
@@ -186,13 +205,10 @@ class Binding:
             region = ends[0] if free is None else free
             sent = self._reduction("boundary", late[0], region, out, scales[len(early)], staged=free is None)
             alone, boundary_alone = shards.destinations_in(region), (sent, *boundary[1:])
+        chains = {"micro": micro, "boundary": boundary, "boundary_alone": boundary_alone, **self._grad_copies(grads)}
+        lane = self.lanes.lane("reduce")
         return ReduceChains(
-            micro=micro,
-            boundary=boundary,
-            alone=alone,
-            boundary_alone=boundary_alone,
-            first=first,
-            **self._grad_copies(grads),
+            alone=alone, first=first, **{name: by_lane([chain], lane) for name, chain in chains.items()}
         )
 
     def _grad_copies(self, grads: Tensor) -> dict[str, Chain]:
@@ -205,8 +221,9 @@ class Binding:
         if routes["reduce"].down is not None:
             found["micro_down"] = (self._link.step("down", held, grads),)
         if (up := routes["up"].up) is not None:
-            landing = self.scratch["up"].region(up.numel, grads.dtype)
-            if not routes["up"].passing:
+            if routes["up"].passing:
+                landing = self.scratch["up"].region(up.numel, grads.dtype)
+            else:
                 assert shards.waiting is not None  # it is long enough
                 landing = shards.waiting.view(torch.uint8)[: grads.nbytes].view(grads.dtype)
             found["up"] = (self._link.step("up", landing, held), Step(call=partial(grads.add_, landing)))
@@ -226,9 +243,11 @@ class Binding:
             factor = factor if later else 1.0
         return factor, scales[::-1]
 
-    def _reductions(self, lane: LaneKind, source: Tensor | None, into: Tensor | None, scales: Sequence[float]) -> Chain:
+    def _reductions(
+        self, kind: RouteKind, source: Tensor | None, into: Tensor | None, scales: Sequence[float]
+    ) -> Chain:
         """From `source`, the last step's sum into `into`, or in place."""
-        route, chain, current, scattered = self.shards.placed.routes[lane], list[Step](), source, dict[str, Tensor]()
+        route, chain, current, scattered = self.shards.placed.routes[kind], list[Step](), source, dict[str, Tensor]()
         for step, scale in zip(route.steps, scales, strict=True):
             region = current
             if step.operation == "all_gather":  # back to the region that was scattered over the same axis
@@ -240,12 +259,12 @@ class Binding:
             last = into is not None and step is route.steps[-1]
             current = into if last else current
             assert current is not None
-            chain.append(self._reduction(lane, step, region, current, scale, accumulates=last))
+            chain.append(self._reduction(kind, step, region, current, scale, accumulates=last))
         return runnable(self.shards.placed.layout).bind(route, chain)
 
     def _reduction(
         self,
-        lane: LaneKind,
+        kind: RouteKind,
         step: Transfer,
         region: Tensor,
         out: Tensor,
@@ -255,7 +274,7 @@ class Binding:
         staged: bool = False,
     ) -> Step:
         """A step over one axis, through staging memory if its wire's dtype is not that of `region`, or if `staged`."""
-        shards, group, scratch = self.shards, self.groups[step.axis.name], self.scratch[lane]
+        shards, group, (lane, scratch) = self.shards, self.groups[step.axis.name], self._lane(kind, step)
         wire, operation, form = DTYPES.get(step.wire, region.dtype), step.operation, step.form
         sent = scratch.region(step.numel, wire) if staged or wire != region.dtype else region
         before, after = (None, None) if sent is region else ((sent, region), (out, sent))
@@ -276,7 +295,13 @@ class Binding:
         else:
             call = partial(all_gather, sent, group, reduced=True)
         return Step(
-            operation=operation, groups=(group,), call=call, before=before, after=after, accumulates=accumulates
+            operation=operation,
+            groups=(group,),
+            lane=lane,
+            call=call,
+            before=before,
+            after=after,
+            accumulates=accumulates,
         )
 
 

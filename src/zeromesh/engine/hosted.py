@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from zeromesh.errors import ModelError
 from zeromesh.files import core_numbers, machine_id
 from zeromesh.strategy.stage import HOST
 
-STREAMED: tuple[Literal["step 0"], Literal["step 1"]] = ("step 0", "step 1")
+STREAMED = ("step 0", "step 1")
 """The lanes of steps on the device, for units of even and of odd numbers: one's copies run beside the other's step."""
 
 _CLIP = -1  # where a clip stands among the steps of units

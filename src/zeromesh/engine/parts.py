@@ -19,7 +19,7 @@ from zeromesh.engine.elements import Home
 from zeromesh.engine.spread import Spread, groups_beyond
 from zeromesh.errors import MeshError, MismatchError, ModelError, NotationError
 from zeromesh.modules import clean_name, is_sharded
-from zeromesh.schedule.lent import lent_axes
+from zeromesh.schedule.lanes import lent_axes
 from zeromesh.strategy import Axis, Layout, Strategy
 from zeromesh.strategy.parts import Parts, Sizes, belongs, layouts_of, part_name, require_known, with_given
 
@@ -194,8 +194,9 @@ def require_divided(part: str, mesh: DeviceMesh, control: Control) -> None:
             )
 
 
-def groups_of(homes: Mapping[str, Home], *, register: bool) -> dict[str, AxisGroup]:
-    """The groups of every axis of every layout. An axis of a part reuses another's communicators if all ranks can."""
+def groups_of(homes: Mapping[str, Home], *, register: bool) -> tuple[dict[str, AxisGroup], dict[str, str]]:
+    """The groups of every axis of every layout, and which axes use another's communicators: those of which all ranks
+    can."""
     meshes = {home.layout.part: home.mesh for home in homes.values()}
 
     def line(layout: Layout, axis: Axis) -> tuple[int, ...]:
@@ -214,7 +215,7 @@ def groups_of(homes: Mapping[str, Home], *, register: bool) -> dict[str, AxisGro
             found |= make_groups(home.mesh, own, registered=register, beside=beside)
         borrowed = (axis.name for axis in home.layout.axes if axis.name in lent)
         found |= {name: found[lent[name]].lent(name) for name in borrowed}
-    return found
+    return found, lent
 
 
 def _agreed(lent: Mapping[str, str], layouts: Sequence[Layout], control: Control) -> dict[str, str]:

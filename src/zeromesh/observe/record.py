@@ -31,7 +31,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from zeromesh.comm.exchange import Sent, Step
 from zeromesh.comm.lane import Lane, Ticket
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.backend import ByLane, UnitChains
+from zeromesh.engine.backend import UnitChains
+from zeromesh.engine.chain import ByLane
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.optim import by_engine
 from zeromesh.schedule.program import PointKind
@@ -257,24 +258,22 @@ class _Recorder:
         return count
 
     def _unit(self, chains: UnitChains, unit: str) -> UnitChains:
-        timed = self._timed
-
-        def gathers(by_lane: ByLane, kind: str) -> ByLane:
-            return tuple((lane, timed(steps, kind, unit)) for lane, steps in by_lane)
+        def timed(by_lane: ByLane, kind: str) -> ByLane:
+            return tuple((lane, self._timed(steps, kind, unit)) for lane, steps in by_lane)
 
         return UnitChains(
-            unshard=gathers(chains.unshard, "unshard"),
-            unshard_kept=gathers(chains.unshard_kept, "unshard"),
-            refresh=gathers(chains.refresh, "refresh"),
+            unshard=timed(chains.unshard, "unshard"),
+            unshard_kept=timed(chains.unshard_kept, "unshard"),
+            refresh=timed(chains.refresh, "refresh"),
             reduce={
                 index: replace(
                     own,
-                    micro=timed(own.micro, "reduce", unit),
-                    boundary=timed(own.boundary, "reduce", unit),
-                    boundary_alone=timed(own.boundary_alone, "reduce", unit),
-                    micro_down=timed(own.micro_down, "reduce", unit),
-                    up=timed(own.up, "reduce", unit),
-                    down=timed(own.down, "reduce", unit),
+                    micro=timed(own.micro, "reduce"),
+                    boundary=timed(own.boundary, "reduce"),
+                    boundary_alone=timed(own.boundary_alone, "reduce"),
+                    micro_down=timed(own.micro_down, "reduce"),
+                    up=timed(own.up, "reduce"),
+                    down=timed(own.down, "reduce"),
                 )
                 for index, own in chains.reduce.items()
             },
@@ -292,10 +291,11 @@ class _Recorder:
 
     def communicated(self, step: _Timed, start: Any, sent_bytes: int) -> None:
         end: Any = self.clock.mark()
+        row = self.lane.name if self.lane.name in COPIES else step.name.partition(" ")[0]
         event = Event(
             name=step.name,
             kind="communicate",
-            resource=f"{self.lane.name}/{step.axis}",
+            resource=f"{row}/{step.axis}",
             start_s=start,
             end_s=end,
             unit=step.unit,

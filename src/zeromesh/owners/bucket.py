@@ -28,7 +28,7 @@ from zeromesh.engine.param import ShardedParameter
 from zeromesh.owners.stacks import Stacking, step_on_stacks
 from zeromesh.pieces.passage import Hop, Part
 from zeromesh.schedule.bucket import BucketSteps
-from zeromesh.schedule.transfer import GATHERS, REDUCTIONS, LaneKind, lane_axes
+from zeromesh.schedule.transfer import RouteKind
 
 AxisJob = tuple[str, Job]
 """The name of an axis, and a job over it."""
@@ -246,20 +246,19 @@ class WholeSteps:
         self._backend.wait(ticket)
 
     def collect(self, bucket: OwnedBucket) -> Ticket | None:
-        return self._along(bucket.collect(), REDUCTIONS, "collect whole tensors")
+        return self._along(bucket.collect(), "reduce", "collect whole tensors")
 
     def update(self, bucket: OwnedBucket) -> Ticket | None:
         for unit in self._backend.units:
             unit.take_fresh()  # masters change on the host
         bucket.step()
-        return self._along(bucket.give_back(), GATHERS, "give back whole tensors")
+        return self._along(bucket.give_back(), "refresh", "give back whole tensors")
 
-    def _along(self, jobs: Sequence[AxisJob], kinds: Sequence[LaneKind], label: str) -> Ticket | None:
-        ticket, layouts = None, self._backend.layouts
+    def _along(self, jobs: Sequence[AxisJob], kind: RouteKind, label: str) -> Ticket | None:
+        ticket = None
         for axis, job in jobs:
-            own = (k for k in kinds if any(each.name == axis for of in layouts for each in lane_axes(of, k)))
-            lane = next(own, kinds[0])  # an axis beyond them has communicators that nothing else uses
-            ticket = self._backend.lanes[lane].submit(job, label, after=ticket)
+            lane = self._backend.lanes[self._backend.names.lane(kind, axis)]
+            ticket = lane.submit(job, label, after=ticket)
         return ticket
 
 

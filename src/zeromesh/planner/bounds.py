@@ -28,6 +28,7 @@ from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.planner.memory_bound import PREFETCH, Elements, MemoryBound, state_degree
 from zeromesh.planner.space import STAGES, Block, Integers, divisors
 from zeromesh.planner.time_bound import (
+    APART_ROWS,
     LANE_ROWS,
     LOST_ROWS,
     ComputeSeconds,
@@ -39,7 +40,7 @@ from zeromesh.planner.time_bound import (
 )
 from zeromesh.planner.workload import Workload
 from zeromesh.schedule.memory import REDUCE_SLOTS
-from zeromesh.schedule.transfer import LANES, Operation, Transfer
+from zeromesh.schedule.transfer import COPIES, Operation, Transfer
 from zeromesh.schedule.unit import BUCKET_BYTES, ITEM_BYTES
 from zeromesh.simulator.computation import Computation, MicroBatchSeconds, idle_seconds
 from zeromesh.simulator.division import Division
@@ -96,8 +97,16 @@ class Bounds:
 
     @cached_property
     def overlapping(self) -> bool:
-        """Whether levels are at work at once."""
+        """Whether one transfer keeps two levels at work at once."""
         return find_collective(self.collective).pairs
+
+    def _met(self, lanes: Floats, further: Floats) -> Floats:
+        """The seconds of two parts of a layout together: each in lanes of its own, or all in the engine's queues."""
+        apart = np.add if self.mechanics.queues else np.maximum
+        chained = np.maximum if self.overlapping else np.add
+        return np.concatenate(
+            [apart(lanes[:APART_ROWS], further[:APART_ROWS]), chained(lanes[APART_ROWS:], further[APART_ROWS:])]
+        )
 
     @cached_property
     def joins(self) -> bool:
@@ -206,25 +215,25 @@ class Bounds:
         lost = np.zeros((LOST_ROWS, len(block)))
         moved = np.zeros((2, len(block)))
         adding = np.zeros(len(block))
-        met = np.maximum if self.overlapping else np.add
-        # A unit's transfers of experts come after its others, on the same lane.
+        axes = np.zeros(len(block))
         for experts, (own, _) in enumerate(self.elements.layouts(block)):
             of_part = np.zeros_like(lanes)
+            axes += sum((sizes > 1).astype(np.float64) for level in own.sizes for sizes in level)
             for level, found, rows in self._by_level(own, bool(experts)):
                 found = found.take(rows, axis=1)
-                met(of_part, found[:LANE_ROWS], out=of_part)
+                of_part = self._met(of_part, found[:LANE_ROWS])
                 busy[level] += found[Row.BUSY_MICRO : Row.MEMORY_MICRO]
                 moved += found[Row.MEMORY_MICRO : Row.ADDING]
                 adding = np.maximum(adding, found[Row.ADDING])
                 lost += self._taken[level] * found[:LOST_ROWS]
             added = self._added(own, bool(experts))
-            lanes += of_part + added
+            lanes = self._met(lanes, self._met(of_part, added))
             if self.cluster.device.cores is None:  # else the network shares them out
-                lost[Row.REDUCE_MICRO] += added[Row.REDUCE_MICRO] - added[Row.REDUCE_ROOT] - added[Row.REDUCE_FIRST]
+                lost[Row.REDUCE_MICRO] += added[Row.REDUCE_MICRO] - added[Row.REDUCE_EDGE]
                 lost[Row.REDUCE_LATE] += added[Row.REDUCE_LATE]
         # Beyond what a device has, less goes missing than is asked for.
         most, moving = max(self._taken), self._most_moved
-        real = np.minimum(1.0, MOST_TAKEN / np.maximum(len(LANES) * most + moving + adding, 1e-9))
+        real = np.minimum(1.0, MOST_TAKEN / np.maximum((2 * axes + len(COPIES)) * most + moving + adding, 1e-9))
         streamed = (1 + MOMENTS) * ITEM_BYTES[self.workload.master_dtype] / self.constants.host_copy_bytes_per_s
         on_host_s = min(streamed, self.compute.host_step(1.0, self.cluster.machine_devices)) * self.host.shards_states
         return TimeBound(
@@ -233,7 +242,7 @@ class Bounds:
             lost=lost * real,
             moved=moved * real,
             moving=moving,
-            edge=2 * most * real,
+            edge=axes * most * real,
             copied=self.memory.copied_bytes(block) / self.constants.host_copy_bytes_per_s,
             stepped=self._stepped(block) * on_host_s,
         )
@@ -246,20 +255,25 @@ class Bounds:
                 seconds = self._adding_s(self.elements.by_unit[experts][id(unit)][0])
                 adding.append((unit, seconds))
                 rows[Row.REDUCE_MICRO] += unit.count * seconds
-                if unit.kind is UnitKind.ROOT:
-                    rows[Row.REDUCE_ROOT] += seconds
-                elif unit is self._entered:
+                rows[Row.REDUCE_BLOCKS] += unit.count * seconds if self._in_slots(unit, Stage.TWO) else 0.0
+                if unit.kind is UnitKind.ROOT or unit is self._entered:
+                    rows[Row.REDUCE_EDGE] += seconds
+                if unit is self._entered:
                     rows[Row.REDUCE_FIRST] += seconds
-        rows[Row.REDUCE_LATE] = self._outside(adding, REDUCE_SLOTS)
+        rows[Row.REDUCE_LATE] = self._outside(adding, REDUCE_SLOTS, Stage.TWO)
         shards = block.degree(*[stage for stage in STAGES if stage.shards_grads])
         return np.where(shards > 1, rows / shards, 0.0)
 
-    def _outside(self, each: Sequence[tuple[UnitSpec, float]], slots: int) -> float:
+    def _in_slots(self, unit: UnitSpec, stage: Stage) -> bool:
+        """Whether it shares slots with others, where an axis has this stage; joined units may not."""
+        return unit.kind is UnitKind.BLOCK and (stage.shards_params or not self.joins)
+
+    def _outside(self, each: Sequence[tuple[UnitSpec, float]], slots: int, stage: Stage) -> float:
         """Most seconds of a micro-batch's transfers that lie outside of the pass that they belong to, from those of one
-        of each unit: of blocks those with a slot, of others all."""
-        blocks = [seconds for unit, seconds in each if unit.kind is UnitKind.BLOCK and not self.joins]
-        others = (unit.count * seconds for unit, seconds in each if unit.kind is not UnitKind.BLOCK or self.joins)
-        return slots * max(blocks, default=0.0) + sum(others)
+        of each unit: of units that share slots those that have one, of others all."""
+        sharing = [seconds for unit, seconds in each if self._in_slots(unit, stage)]
+        others = (unit.count * seconds for unit, seconds in each if not self._in_slots(unit, stage))
+        return slots * max(sharing, default=0.0) + sum(others)
 
     @cached_property
     def _adds(self) -> bool:
@@ -311,7 +325,6 @@ class Bounds:
     def _by_level(self, block: Block, experts: bool) -> Iterator[tuple[int, Floats, Integers]]:
         """Each level with the rows of its parts together, a column for each way to cut it, and the column of each
         layout: many layouts differ on other levels only."""
-        met = np.maximum if self.overlapping else np.add
         count = len(divisors(self.cluster.world))  # of numbers of pieces
         for level, parts in groupby(sorted(self._parts(block), key=itemgetter(0)), key=itemgetter(0)):
             of_stages: list[tuple[Stage, Integers]] = []
@@ -324,7 +337,7 @@ class Bounds:
             found = np.zeros((len(Row), len(first)))
             for stage, places in of_stages:
                 part = self._columns(level, stage, experts, places[first])
-                met(found[:LANE_ROWS], part[:LANE_ROWS], out=found[:LANE_ROWS])
+                found[:LANE_ROWS] = self._met(found[:LANE_ROWS], part[:LANE_ROWS])
                 found[LANE_ROWS : Row.ADDING] += part[LANE_ROWS : Row.ADDING]
                 found[Row.ADDING] = np.maximum(found[Row.ADDING], part[Row.ADDING])
             yield level, found, columns
@@ -393,18 +406,22 @@ class Bounds:
                 row[Row.FORWARD] += unit.count * seconds if gather and per_micro else 0.0
                 if per_micro:
                     (gathered if gather else reduced).append((unit, seconds))
+                if per_micro and self._in_slots(unit, axis.stage):
+                    row[Row.GATHER_BLOCKS if gather else Row.REDUCE_BLOCKS] += times * seconds
+                    row[Row.FORWARD_BLOCKS] += unit.count * seconds if gather else 0.0
                 row[Row.BUSY_MICRO + (not per_micro)] += times * busy
                 row[Row.MEMORY_MICRO + (not per_micro)] += times * memory
                 if self._adds and operation == "reduce_scatter" and per_micro and seconds:
                     adding_s = self._adding_s(together[0] / (axis.size * pieces))
                     row[Row.ADDING] = max(row[Row.ADDING], adding_s / (together[1] + adding_s))
-                edge = Row.UNSHARD_ROOT if gather else Row.REDUCE_ROOT
-                if is_root:
-                    row[edge + (not per_micro)] += seconds
-                elif unit is entered:
-                    row[edge + 2 + (not per_micro)] += seconds
-        row[Row.AHEAD] = self._outside(gathered, PREFETCH + 1)
-        row[Row.REDUCE_LATE] = self._outside(reduced, REDUCE_SLOTS)
+                alone, both = _EDGES[gather, per_micro]
+                if is_root or unit is entered:
+                    row[both] += seconds
+                if unit is entered if per_micro else is_root:
+                    row[alone] += seconds
+        blocks = [each for each in gathered if self._in_slots(each[0], axis.stage)]
+        row[Row.AHEAD] = self._outside(blocks, PREFETCH + 1, axis.stage)
+        row[Row.REDUCE_LATE] = self._outside(reduced, REDUCE_SLOTS, axis.stage)
         return row
 
     def _gathers_by_unit(self, stage: Stage) -> Iterator[tuple[UnitSpec, int]]:
@@ -468,6 +485,14 @@ class Bounds:
         cost = self.transfers.cost(transfer)
         return cost.seconds, sum(share for level, share in cost.busy if level != HOST), cost.memory_s
 
+
+_EDGES = {
+    (True, True): (Row.UNSHARD_FIRST, Row.UNSHARD_EDGE),
+    (True, False): (Row.REFRESH_ROOT, Row.REFRESH_EDGE),
+    (False, True): (Row.REDUCE_FIRST, Row.REDUCE_EDGE),
+    (False, False): (Row.BOUNDARY_ROOT, Row.BOUNDARY_EDGE),
+}
+"""By whether it gathers, and whether every micro-batch does it: the rows of one unit, and of it and the other."""
 
 _OPERATIONS: tuple[Operation, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 

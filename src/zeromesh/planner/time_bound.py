@@ -1,9 +1,12 @@
 """Lower bounds on step time, vectorised over layouts.
 
-Each kind of transfer has a lane, and a lane is serial (see `zeromesh.simulator.mechanics`). With M micro-batches and C
-the seconds of all compute, let U and R be what a micro-batch gathers and reduces, F and B what the step's refresh and
-its boundary take, each in its lane, B_l what keeps the links of level l busy, E_g the gathers that the first
-computation waits for, E_r the reductions of the unit whose gradient comes last: nothing can hide these two.
+Each axis has a lane for gathers and one for reductions, and a lane is serial: [Note: Lanes] of
+`zeromesh.schedule.lanes`. With M micro-batches and C the seconds of all compute, let U and R be what a micro-batch
+gathers and reduces, F and B what the step's refresh and its boundary take, each in the lane that takes longest. Where
+parameters or gradients are sharded, a block's gather begins when that of the block before has ended, and so does its
+reduction, since they share slots (`PREFETCH`, `REDUCE_SLOTS`): U and R are at least the sums of the blocks' chains. Let
+B_l be what keeps the links of level l busy, E_g the gathers that the first computation waits for, E_r the reductions of
+the unit whose gradient comes last: nothing can hide these two.
 Communication is then under way for at least
 
     A = max(M * U + E_r, F + E_r, M * R + E_g, B + E_g, max over levels of B_l)
@@ -14,7 +17,7 @@ While a collective runs, computation loses a share of each second (`zeromesh.cos
 kernel adds what was reduced to the accumulated gradient. Where it waits for memory, for a share w of each unit's
 seconds at least, it loses what the collective moves there too. Over all collectives that is L, less what runs while
 computation waits, and less those kernels of E_r. It waits for E_g, when nothing is reduced yet, and for E_r, when
-nothing is gathered any more, so that two lanes are at work at the most; with s what those two take,
+nothing is gathered any more, so that one lane of each axis is at work at the most; with s what those take,
 
     step >= max(A, C + L + E * (1 - s)),    E = E_g + E_r
 
@@ -33,8 +36,8 @@ and units with a slot of their own): with L_b of all of them, the second maximum
 
 In a pipeline a rank's idle seconds come between.
 
-Where a collective takes neighbouring levels at once (`collective=ho_ring`), a chain takes at least as long as its
-longest one: U, F, R, B and E are then taken over the longest part of each layout instead of over all.
+An engine with a queue for several kinds has them one after the other there, so that U, F, R, B and E are sums over a
+layout's parts.
 """
 
 from __future__ import annotations
@@ -55,10 +58,10 @@ Floats = npt.NDArray[np.float64]
 
 class Row(IntEnum):
     """Rows of a table, in seconds: of a lane per micro-batch and per step; of all gathers of a forward; of reductions
-    that may end after their backward; of gathers that may come before their forward; of the root in each lane, and of
-    the unit that runs first if it is one; of the level's links and of the device's memory, per micro-batch and per
-    step. The last row is a share instead: the most of a collective in which the kernel runs that adds to the
-    accumulated gradient, if a micro-batch's last reduction is over that axis."""
+    that may end after their backward; of the root, or of the unit that runs first if it is one, and of both; of the
+    chains of blocks, per micro-batch, of a forward and of those that may come before it; of the level's links and of
+    the device's memory, per micro-batch and per step. The last row is a share instead: the most of a collective in
+    which the kernel runs that adds to the accumulated gradient, if a micro-batch's last reduction is over that axis."""
 
     GATHER_MICRO = 0
     GATHER_STEP = auto()
@@ -66,15 +69,18 @@ class Row(IntEnum):
     REDUCE_STEP = auto()
     FORWARD = auto()
     REDUCE_LATE = auto()
-    AHEAD = auto()
-    UNSHARD_ROOT = auto()
-    REFRESH_ROOT = auto()
     UNSHARD_FIRST = auto()
-    REFRESH_FIRST = auto()
-    REDUCE_ROOT = auto()
-    BOUNDARY_ROOT = auto()
+    UNSHARD_EDGE = auto()
+    REFRESH_ROOT = auto()
+    REFRESH_EDGE = auto()
     REDUCE_FIRST = auto()
-    BOUNDARY_FIRST = auto()
+    REDUCE_EDGE = auto()
+    BOUNDARY_ROOT = auto()
+    BOUNDARY_EDGE = auto()
+    GATHER_BLOCKS = auto()
+    REDUCE_BLOCKS = auto()
+    FORWARD_BLOCKS = auto()
+    AHEAD = auto()
     BUSY_MICRO = auto()
     BUSY_STEP = auto()
     MEMORY_MICRO = auto()
@@ -82,11 +88,14 @@ class Row(IntEnum):
     ADDING = auto()
 
 
-LOST_ROWS = Row.AHEAD
+LOST_ROWS = Row.UNSHARD_FIRST
 """How many rows have collectives that slow computation down."""
 
+APART_ROWS = Row.GATHER_BLOCKS
+"""How many rows are of lanes, of which the longest part counts where each has lanes of its own."""
+
 LANE_ROWS = Row.BUSY_MICRO
-"""How many rows are of lanes; of these the longest part counts where levels overlap."""
+"""With the rows of chains, whose parts follow each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +126,24 @@ class TimeBound:
     def at(self, micro_batches: int, compute: ComputeSeconds, optimizer_s: Floats) -> Floats:
         """The bound for a number of micro-batches and the seconds of one's compute."""
         lanes = self.lanes
-        # The root's second transfer goes beside the first one of the other unit: each kind has a lane.
-        edge_gather = lanes[Row.REFRESH_ROOT] + np.maximum(lanes[Row.UNSHARD_ROOT], lanes[Row.REFRESH_FIRST])
-        edge_gather += lanes[Row.UNSHARD_FIRST]
-        edge_reduce = lanes[Row.REDUCE_FIRST] + np.maximum(lanes[Row.REDUCE_ROOT], lanes[Row.BOUNDARY_FIRST])
-        edge_reduce += lanes[Row.BOUNDARY_ROOT]
-        gather, refresh = micro_batches * self.lanes[Row.GATHER_MICRO], self.lanes[Row.GATHER_STEP]
-        reduce, boundary = micro_batches * self.lanes[Row.REDUCE_MICRO], self.lanes[Row.REDUCE_STEP]
+        # The root comes first where parameters are gathered, and last where gradients are reduced. Of two units one
+        # waits in each lane for the other; and of each, one kind for the other.
+        edge_gather = np.maximum(
+            lanes[Row.REFRESH_ROOT] + lanes[Row.UNSHARD_EDGE], lanes[Row.REFRESH_EDGE] + lanes[Row.UNSHARD_FIRST]
+        )
+        edge_reduce = np.maximum(
+            lanes[Row.REDUCE_FIRST] + lanes[Row.BOUNDARY_EDGE], lanes[Row.REDUCE_EDGE] + lanes[Row.BOUNDARY_ROOT]
+        )
+        micro_gather, micro_reduce, gathers = (
+            np.maximum(lanes[lane], lanes[chains])
+            for lane, chains in (
+                (Row.GATHER_MICRO, Row.GATHER_BLOCKS),
+                (Row.REDUCE_MICRO, Row.REDUCE_BLOCKS),
+                (Row.FORWARD, Row.FORWARD_BLOCKS),
+            )
+        )
+        gather, refresh = micro_batches * micro_gather, lanes[Row.GATHER_STEP]
+        reduce, boundary = micro_batches * micro_reduce, lanes[Row.REDUCE_STEP]
         active = np.maximum(np.maximum(gather, refresh) + edge_reduce, np.maximum(reduce, boundary) + edge_gather)
         for micro, step in (*self.busy, *self.copied):
             active = np.maximum(active, micro_batches * micro + step)
@@ -136,11 +156,11 @@ class TimeBound:
         within = lost[Row.GATHER_MICRO] - lost[Row.FORWARD] + lost[Row.REDUCE_MICRO]
         within = micro_batches * within - later * lost[Row.REDUCE_LATE] + lost[Row.REDUCE_STEP]
         within = np.maximum(0.0, within + edge_reduce * (1 - edge) - waits)
-        forward = np.maximum(compute.forward, lanes[Row.FORWARD] - lanes[Row.AHEAD])
-        backward = np.maximum(compute.backward, lanes[Row.GATHER_MICRO] - lanes[Row.FORWARD])
-        last = np.maximum.reduce([backward, lanes[Row.REDUCE_MICRO], boundary]) + later * (forward + backward)
+        forward = np.maximum(compute.forward, lanes[Row.FORWARD_BLOCKS] - lanes[Row.AHEAD])
+        backward = np.maximum(compute.backward, lanes[Row.GATHER_BLOCKS] - lanes[Row.FORWARD_BLOCKS])
+        last = np.maximum.reduce([backward, micro_reduce, boundary]) + later * (forward + backward)
         last = np.maximum(last, later * forward + micro_batches * compute.backward + within) + compute.idle
-        first = np.maximum.reduce([np.full_like(refresh, compute.forward), refresh, lanes[Row.FORWARD], self.stepped])
+        first = np.maximum.reduce([np.full_like(refresh, compute.forward), refresh, gathers, self.stepped])
         in_order = first + np.maximum(reduce, last) + optimizer_s
         return np.asarray(np.maximum(np.maximum(active, in_order), compute_s + slowed))
 

@@ -12,9 +12,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from zeromesh.comm.lane import Lane, Ticket
 from zeromesh.engine.engine import Engine
+from zeromesh.engine.hosted import STREAMED
 from zeromesh.engine.optim import by_engine
 from zeromesh.rehearsal.result import COMPUTE, Phase, Place
 from zeromesh.schedule.program import PointKind
+from zeromesh.schedule.transfer import COPIES
 
 _PHASES: dict[PointKind, Phase] = {
     PointKind.PRE_RECOMPUTE: "recompute",
@@ -22,6 +24,9 @@ _PHASES: dict[PointKind, Phase] = {
     PointKind.PRE_BACKWARD: "backward",
     PointKind.POST_BACKWARD: "backward",
 }
+
+_ASIDE = (*COPIES, *STREAMED)
+"""Lanes that are told by their names; the others by the kinds of their transfers."""
 
 
 class Places:
@@ -120,11 +125,12 @@ class _FollowedLane:
         self.lane.synchronize()
 
     def submit(self, job: Callable[[], object], label: str = "", *, after: Ticket | None = None) -> Ticket:
-        places, unit = self.places, label.partition(" ")[2]
+        places, (kind, _, unit) = self.places, label.partition(" ")
+        kind = self.lane.name if self.lane.name in _ASIDE else kind
 
         def run() -> None:
             before = places.lane, places._lane_unit
-            places.lane, places._lane_unit = self.lane.name, unit
+            places.lane, places._lane_unit = kind, unit
             try:
                 job()
             finally:

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from types import MappingProxyType
 
-from zeromesh.schedule.transfer import GATHERS, HOST_AXIS, Copying, LaneKind, Operation, Transfer, lane_axes, wire_bytes
+from zeromesh.schedule.transfer import GATHERS, HOST_AXIS, Copying, Operation, RouteKind, Transfer, axes_of, wire_bytes
 from zeromesh.schedule.unit import FROZEN_BYTES, ITEM_BYTES, FlatBuffer, Role, Unit
 from zeromesh.strategy import Axis, Layout, Stage
 from zeromesh.wires import coded
@@ -54,7 +54,7 @@ rounding."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The transfers of one buffer in one lane, and the copies between it and the host: [Note: Host]."""
+    """The transfers of one buffer and kind, and the copies between it and the host: [Note: Host]."""
 
     held: str  # dtype of the region that it works on
     steps: tuple[Transfer, ...] = ()  # in order; the layout's collective may carry out two neighbours at once
@@ -77,9 +77,9 @@ class Route:
     def passing_bytes(self) -> int:
         return self.passing * ITEM_BYTES[self.held]
 
-    @property
-    def staging_bytes(self) -> int:
-        return self.passing_bytes + max((step.numel * ITEM_BYTES[step.wire] for step in self.staged), default=0)
+    def staging_bytes(self, step: Transfer) -> int:
+        """Memory of the lane that one of the steps takes."""
+        return self.passing_bytes + (step.numel * ITEM_BYTES[step.wire] if step in self.staged else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class BufferLayout:
     role: Role
     stays: bool  # its unit stays gathered from forward to backward, in a slot of its own
     padded: int = field(compare=False)  # the buffer's length: [Note: Padding] of the layout
-    routes: Mapping[LaneKind, Route] = field(compare=False, repr=False)
+    routes: Mapping[RouteKind, Route] = field(compare=False, repr=False)
     from_kept: Route = field(compare=False, repr=False)  # `unshard` where the kept copy is there
     # Its gather fills the kept copy. None if no axis is kept, or if the unit stays gathered: then its slot is the copy.
     kept_axis: Axis | None = field(compare=False, repr=False)
@@ -132,12 +132,12 @@ class BufferLayout:
         kept = next((axis for axis in layout.param_axes if axis.stage.kept and axis.size > 1 and not stays), None)
         copied = None if kept is None or kept.stage.hosted else kept
         refresh, gathers = (
-            _over(layout, padded, param, "all_gather", reversed(lane_axes(layout, lane))) for lane in GATHERS
+            _over(layout, padded, param, "all_gather", reversed(axes_of(layout, lane))) for lane in GATHERS
         )
         rest = [step for step in gathers if kept is None or not step.axis.stage.kept]
         host, trained = _host(layout, buffer), buffer.trainable
         micro, boundary = _reductions(layout, padded, buffer.reduce_dtype) if trained else ([], [])
-        routes: dict[LaneKind, Route] = {
+        routes: dict[RouteKind, Route] = {
             "refresh": Route(held=param, steps=tuple(refresh if trained else ())),
             "unshard": Route(held=param, steps=tuple(gathers), copied=copied),
             "reduce": Route(held=_slot_dtype(buffer, micro), steps=tuple(micro)),

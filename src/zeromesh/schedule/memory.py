@@ -2,16 +2,17 @@
 
 The engine allocates exactly these, once; the planner adds them up. Lengths are padded ([Note: Padding] of layouts);
 without padding the sums are those of `zeromesh.planner.memory_bound`. Each lane also has a workspace for its
-collectives, which do one job at a time.
+collectives: it does one job at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zeromesh.schedule.buffer_layout import BufferLayout, Persistent, Route, slot_bytes
-from zeromesh.schedule.transfer import LANES, LaneKind, Transfer
+from zeromesh.schedule.buffer_layout import BufferLayout, Persistent, slot_bytes
+from zeromesh.schedule.lanes import Lanes
+from zeromesh.schedule.transfer import Transfer
 from zeromesh.schedule.unit import Role
 
 Buffers = Sequence[Sequence[BufferLayout]]
@@ -62,21 +63,39 @@ class MemoryPlan:
     persistent: tuple[tuple[Persistent, ...], ...]
     gather: SlotPlan = SlotPlan()
     reduce: SlotPlan = SlotPlan()
-    staging: Mapping[LaneKind, int] = field(default_factory=dict)  # the longest region that is cast around a wire
-    workspace: Mapping[LaneKind, int] = field(default_factory=dict)  # beside the regions that collectives work on
+    # By lane: for the longest region that is cast around a wire, and beside the regions that collectives work on.
+    staging: Mapping[str, int] = field(default_factory=dict)
+    workspace: Mapping[str, int] = field(default_factory=dict)
     host: MemoryPlan | None = None  # the host's memory, where anything lies there
 
     @classmethod
-    def of(cls, placed: Buffers, prefetch: int, messages: bool | None = None, *, triton: bool = True) -> MemoryPlan:
-        """The plan of these buffers; the other arguments are those of `Schedule.of`."""
+    def of(
+        cls,
+        placed: Buffers,
+        prefetch: int,
+        messages: bool | None = None,
+        *,
+        triton: bool = True,
+        lanes: Lanes | None = None,
+    ) -> MemoryPlan:
+        """The plan of these buffers; the other arguments are those of `Schedule`, whose lanes share no communicators by
+        default."""
         each = {id(buffer): buffer for unit in placed for buffer in unit}  # a model's blocks share theirs
 
         def by_unit(shards: Callable[[BufferLayout], Persistent]) -> tuple[tuple[Persistent, ...], ...]:
             found = {key: shards(buffer) for key, buffer in each.items()}
             return tuple(tuple(found[id(buffer)] for buffer in unit) for unit in placed)
 
-        def longest(of: Callable[[Route], Iterable[int]]) -> dict[LaneKind, int]:
-            return {lane: max((n for b in each.values() for n in of(b.routes[lane])), default=0) for lane in LANES}
+        lanes = lanes or Lanes.of(each.values())
+        staging, workspace = dict.fromkeys(lanes.names, 0), dict.fromkeys(lanes.names, 0)
+        for buffer in each.values():
+            for kind, route in buffer.routes.items():
+                for step in route.steps:
+                    lane = lanes.lane(kind, step.axis.name)
+                    staging[lane] = max(staging[lane], route.staging_bytes(step))
+                    workspace[lane] = max(workspace[lane], _workspace_bytes(step, messages, triton))
+                if route.passing and not route.steps:
+                    staging[kind] = max(staging.get(kind, 0), route.passing_bytes)
 
         hosted = any(buffer.on_host_kinds for buffer in each.values())
         resident = [any(p.role is Role.RESIDENT for p in unit) for unit in placed]
@@ -86,8 +105,8 @@ class MemoryPlan:
             gather=plan_gather_slots(placed, prefetch),
             # One more for each resident unit; of gradients that wait at all.
             reduce=_plan_slots(resident, [sum(map(slot_bytes, parts)) for parts in waiting], REDUCE_SLOTS),
-            staging=longest(lambda route: [route.staging_bytes]),
-            workspace=longest(lambda route: (_workspace_bytes(step, messages, triton) for step in route.steps)),
+            staging=staging,
+            workspace=workspace,
             host=cls(persistent=by_unit(lambda buffer: buffer.on_host)) if hosted else None,
         )
 

@@ -48,6 +48,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from zeromesh.schedule.buffer_layout import BufferLayout, place
+from zeromesh.schedule.lanes import Lanes
 from zeromesh.schedule.memory import MemoryPlan
 from zeromesh.schedule.unit import Role, Unit
 from zeromesh.strategy import Axis, Layout, Strategy
@@ -108,6 +109,7 @@ class Schedule:
     placed: tuple[tuple[BufferLayout, ...], ...] = field(repr=False)
     order: tuple[int, ...]  # unit indices in the order of the forward
     memory: MemoryPlan
+    lanes: Lanes
     buckets: tuple[tuple[Bucket, ...], ...] = ()  # for each optimizer that steps on whole tensors
     beyond: tuple[Axis, ...] = ()  # axes beyond the layouts, which only whole tensors cross
     shards_params: bool = field(init=False)  # whether any layout does: all ranks then call all units in the same order
@@ -134,6 +136,7 @@ class Schedule:
         parts: Mapping[str, Layout] = MappingProxyType({}),
         messages: bool | None = None,
         triton: bool = True,
+        lent: Mapping[str, str] = MappingProxyType({}),
     ) -> Schedule:
         """The schedule of `units` under `layout`, in the order of registration until the first forward shows another.
 
@@ -142,15 +145,18 @@ class Schedule:
             messages: whether ranks exchange messages, which decides the workspaces of their collectives; None counts
                 none.
             triton: whether the devices have it: [Note: Which codec] of `zeromesh.wires.format`.
+            lent: axes that use the communicators of another, as `lent_axes` of `zeromesh.schedule.lanes` gives them.
         """
         placed = place(layout, units, parts)
+        lanes = Lanes.of({id(buffer): buffer for unit in placed for buffer in unit}.values(), lent)
         return cls(
             layout=layout,
             parts=parts,
             units=tuple(units),
             placed=placed,
             order=tuple(range(len(units))),
-            memory=MemoryPlan.of(placed, layout.strategy.prefetch, messages, triton=triton),
+            memory=MemoryPlan.of(placed, layout.strategy.prefetch, messages, triton=triton, lanes=lanes),
+            lanes=lanes,
         )
 
     def reordered(self, order: Sequence[int]) -> Schedule:

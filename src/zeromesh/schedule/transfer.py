@@ -1,4 +1,4 @@
-"""One collective or copy of a flat buffer, as data, and the lanes that they run on."""
+"""One collective or copy of a flat buffer, as data."""
 
 from __future__ import annotations
 
@@ -18,18 +18,25 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Copying = Literal["up", "down"]
 """To the device, and to its host."""
 
-LaneKind = Literal["refresh", "unshard", "reduce", "boundary", "up", "down"]
-"""Kinds of transfers, each of which has a lane: updated parameters to the parameter shard; parameters into a slot;
-a micro-batch's gradients into the accumulator; the accumulated ones to the state shard; copies from the host's memory
-to the device's, and back."""
+Direction = Literal["gather", "reduce", "up", "down"]
+
+RouteKind = Literal["refresh", "unshard", "reduce", "boundary", "up", "down"]
+"""Kinds of transfers: updated parameters to the parameter shard; parameters into a slot; a micro-batch's gradients into
+the accumulator; the accumulated ones to the state shard; copies from the host's memory to the device's, and back."""
 
 HOST_AXIS = Axis(name=HOST, mesh_axis=HOST, size=1, stride=0, stage=Stage.ZERO, wire=DEFAULT_WIRE)
 """Stands for the link between a device and its host, over which ``up`` and ``down`` copy."""
 
-GATHERS: tuple[LaneKind, ...] = ("refresh", "unshard")
-REDUCTIONS: tuple[LaneKind, ...] = ("reduce", "boundary")
+GATHERS: tuple[RouteKind, ...] = ("refresh", "unshard")
+REDUCTIONS: tuple[RouteKind, ...] = ("reduce", "boundary")
 COPIES: tuple[Copying, ...] = ("up", "down")
-LANES = (*GATHERS, *REDUCTIONS, *COPIES)
+DIRECTIONS: dict[RouteKind, Direction] = {
+    **dict.fromkeys(GATHERS, "gather"),
+    **dict.fromkeys(REDUCTIONS, "reduce"),
+    "up": "up",
+    "down": "down",
+}
+"""In which direction each kind goes: an axis has a communicator for gathers and one for reductions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +79,9 @@ def wire_bytes(numel: int, wire: str) -> int:
     return numel * ITEM_BYTES[wire] if form is None else form.message_bytes(numel)
 
 
-def lane_axes(layout: Layout, lane: LaneKind) -> tuple[Axis, ...]:
-    """The axes over which a lane sends. No axis is in both lanes of a direction, so that its communicator for that
-    direction belongs to one lane. Copies go over none."""
-    match lane:
+def axes_of(layout: Layout, kind: RouteKind) -> tuple[Axis, ...]:
+    """The axes over which transfers of a kind go; no axis is in two kinds of a direction. Copies go over none."""
+    match kind:
         case "refresh":
             return tuple(axis for axis in layout.significant if axis not in layout.param_axes)
         case "unshard":

@@ -13,13 +13,17 @@ from zeromesh.cost.collective import CollectiveCost, Operation, costs_of, one_af
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.schedule.bucket import Shipment
 from zeromesh.schedule.buffer_layout import BufferLayout, Route
+from zeromesh.schedule.lanes import in_lanes, side_by_side
 from zeromesh.schedule.program import Schedule
-from zeromesh.schedule.transfer import COPIES, Copying, LaneKind, Transfer, wire_bytes
+from zeromesh.schedule.transfer import COPIES, Copying, RouteKind, Transfer, wire_bytes
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import Work
 from zeromesh.strategy import Axis, Collective
 from zeromesh.strategy.stage import HOST
 from zeromesh.wires import coded
+
+ByLane = tuple[tuple[str, tuple[Work, ...]], ...]
+"""The work of a chain, cut up by lane, each part after the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +33,27 @@ class Chains:
     schedule: Schedule
     mechanics: Mechanics
     model: TransferModel
-    _built: dict[tuple[object, ...], tuple[Work, ...]] = field(default_factory=dict, repr=False)
+    _built: dict[tuple[object, ...], ByLane] = field(default_factory=dict, repr=False)
 
-    def chain(self, lane: LaneKind | Literal["from_kept"], unit: int) -> tuple[Work, ...]:
-        """A lane's transfers of a unit; "from_kept" is the lane "unshard" where a kept copy is gathered."""
+    def chain(self, kind: RouteKind | Literal["from_kept"], unit: int) -> ByLane:
+        """The transfers of a kind of a unit; "from_kept" is "unshard" where a kept copy is gathered."""
         placed = self.schedule.placed[unit]
-        key = (lane, *map(id, placed))  # equal units have the same
+        key = (kind, *map(id, placed))  # equal units have the same
         if key not in self._built:
-            self._built[key] = tuple(work for buffer in placed for work in self._build(lane, buffer))
+            own: RouteKind = "unshard" if kind == "from_kept" else kind
+
+            def lane(work: Work) -> str:
+                return self.lane(own, work.axes[0])
+
+            parts = side_by_side(in_lanes(self._build(kind, buffer), lane, "") for buffer in placed)
+            self._built[key] = tuple((name, tuple(works)) for name, works in parts)
         return self._built[key]
 
-    def copied(self, kind: str, steps: Iterable[Transfer | None]) -> dict[Copying, tuple[Work, ...]]:
+    def lane(self, kind: RouteKind, axis: str = "") -> str:
+        """The lane of a transfer of a kind over an axis."""
+        return self.mechanics.lane(kind, self.schedule.lanes, axis)
+
+    def copied(self, kind: str, steps: Iterable[Transfer | None]) -> dict[Copying, ByLane]:
         """Those of `steps` that are copies to and from the host, by direction; `kind` is that of their chain."""
         found: dict[Copying, tuple[Work, ...]] = {"up": (), "down": ()}
         for step in steps:
@@ -48,30 +62,31 @@ class Chains:
                 seconds = step.sent_bytes / self.model.constants.host_copy_bytes_per_s
                 work = Work(f"{kind} {operation}", (HOST,), CollectiveCost(seconds=seconds), (float(step.sent_bytes),))
                 found[operation] = (*found[operation], work)
-        return found
+        return {way: ((self.lane(way), works),) if works else () for way, works in found.items()}
 
-    def shipped(self, shipments: Sequence[Shipment]) -> tuple[Work, ...]:
-        """The work of sending to the owners of whole tensors, or back."""
+    def shipped(self, kind: RouteKind, shipments: Sequence[Shipment]) -> ByLane:
+        """The work of sending to the owners of whole tensors, or back, in the lanes of a kind."""
         works = []
         for shipment in shipments:
             axis = shipment.axis
             region = -(-shipment.numel * axis.size // (axis.size - 1))  # of which a rank sends all but its own part
             cost = self.model.joint((axis,), "all_to_all", region, shipment.wire)
-            works.append(Work("owners all_to_all", (axis.name,), cost, (float(shipment.sent_bytes),)))
+            work = Work("owners all_to_all", (axis.name,), cost, (float(shipment.sent_bytes),))
+            works.append((self.lane(kind, axis.name), (work,)))
         return tuple(works)
 
-    def _build(self, lane: LaneKind | Literal["from_kept"], placed: BufferLayout) -> list[Work]:
-        match lane:
+    def _build(self, kind: RouteKind | Literal["from_kept"], placed: BufferLayout) -> list[Work]:
+        match kind:
             case "from_kept":
                 return self._works(placed.from_kept, "unshard")
             case "refresh":
-                return self._refresh(placed.routes[lane])
+                return self._refresh(placed.routes[kind])
             case "unshard":
-                return self._works(placed.routes[lane], lane)
+                return self._works(placed.routes[kind], kind)
             case "reduce":
-                return self._accumulated(self._works(placed.routes[lane], lane), placed)
+                return self._accumulated(self._works(placed.routes[kind], kind), placed)
             case "boundary":
-                return self._boundary(placed.routes[lane])
+                return self._boundary(placed.routes[kind])
             case "up" | "down":
                 return []
 

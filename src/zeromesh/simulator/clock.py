@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 from zeromesh.cost.collective import CollectiveCost
 from zeromesh.schedule.bucket import Bucket
 from zeromesh.schedule.state import Reducing, Reduction
-from zeromesh.schedule.transfer import LaneKind
-from zeromesh.simulator.chains import Chains
+from zeromesh.schedule.transfer import COPIES, RouteKind
+from zeromesh.simulator.chains import ByLane, Chains
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import InLane, Job, Network, Work
 from zeromesh.strategy.stage import HOST
@@ -127,12 +127,11 @@ class ClockBackend:
         boundary = self.chains.chain("boundary", unit) if reduction.boundary else ()
         if boundary and not self.mechanics.overlap_boundary:
             first = self._submit("reduce", unit, micro, after)
-            job = self._reducing[unit] = Job(boundary, unit, self.micro_batch, "reduce", first)
+            works = tuple(work for _, works in boundary for work in works)
+            job = self._reducing[unit] = Job(works, unit, self.micro_batch, "reduce", first)
             self._deferred.append(job)
             return Reducing(job, job)
         stands_still = not self.mechanics.overlap_reduce and not boundary
-        if self.mechanics.lane("reduce") == self.mechanics.lane("boundary"):
-            micro, boundary = micro + boundary, ()
         first = self._submit("reduce", unit, micro, after)
         if self.chains.schedule.memory.host is not None:
             return self._reduce_beside_copies(unit, reduction, boundary, first, after)
@@ -144,13 +143,10 @@ class ClockBackend:
         return Reducing(first, last)
 
     def wait(self, ticket: Job) -> None:
-        before = ticket.after
-        while before is not None:
-            if before.kind == "step":  # seen under its own name
-                self.wait(before)
-            before = before.after
         if not ticket.lane:
             self._submit_deferred()
+        if ticket.after is not None:
+            self.wait(ticket.after)
         if ticket.done_s is not None:
             return
         start = self.now_s
@@ -174,11 +170,11 @@ class ClockBackend:
         return False
 
     def collect(self, bucket: Bucket) -> Job | None:
-        return self._submit("boundary", -1, self.chains.shipped(bucket.there), None)
+        return self._submit("boundary", -1, self.chains.shipped("boundary", bucket.there), None)
 
     def update(self, bucket: Bucket) -> Job | None:
         self.compute("optimizer", -1, bucket.step_s)
-        return self._submit("refresh", -1, self.chains.shipped(bucket.back), None)
+        return self._submit("refresh", -1, self.chains.shipped("refresh", bucket.back), None)
 
     # ---- the driver's side
 
@@ -193,7 +189,7 @@ class ClockBackend:
     def communicate(self, unit: int, chain: tuple[Work, ...]) -> None:
         """Lets collectives pass that are part of a unit's computation."""
         if chain:
-            job = self._submit("within", unit, chain, None)
+            job = self._submit("within", unit, (("within", chain),), None)
             assert job is not None  # the chain is not empty
             self.wait(job)
 
@@ -246,32 +242,32 @@ class ClockBackend:
         """The earliest that the host can have come to now: further ahead no launch is queued."""
         return self.now_s - self.host.ahead
 
-    def _submit(
-        self, lane: LaneKind | Literal["within"], unit: int, chain: tuple[Work, ...], after: Job | None
-    ) -> Job | None:
-        if not chain:
-            return None
-        kind = "reduce" if lane == "boundary" else lane  # one reduction, in two lanes
-        job = Job(chain, unit, self.micro_batch, kind, None if after and after.done_s is not None else after)
-        return self._issue(job, lane if lane == "within" else self.mechanics.lane(lane))
+    def _submit(self, kind: RouteKind | Literal["within"], unit: int, chain: ByLane, after: Job | None) -> Job | None:
+        """Hands a chain to its lanes; returns the last job, if there is one."""
+        job, name = None, "reduce" if kind == "boundary" else kind  # one reduction
+        for lane, works in chain:
+            after = after if after is not None and after.done_s is None else None
+            job = after = self._issue(Job(works, unit, self.micro_batch, name, after), lane)
+        return job
 
     def _beside_copies(
-        self, lane: LaneKind, unit: int, chain: tuple[Work, ...], route: _Routes, after: Job | None
+        self, kind: RouteKind, unit: int, chain: ByLane, route: _Routes, after: Job | None
     ) -> Job | None:
         """A gather, with its copies up before it and down behind it."""
         if self.chains.schedule.memory.host is None:
-            return self._submit(lane, unit, chain, after)
+            return self._submit(kind, unit, chain, after)
         routes = [p.from_kept if route == "from_kept" else p.routes[route] for p in self.chains.schedule.placed[unit]]
-        copies = self.chains.copied(lane, (step for each in routes for step in (each.up, each.down)))
+        copies = self.chains.copied(kind, (step for each in routes for step in (each.up, each.down)))
         up, down = copies["up"], copies["down"]
         if any(each.passing for each in routes):  # through memory of the lane
-            return self._submit(lane, unit, (*up, *chain, *down), after)
+            lane, works = chain[0][0], (works for _, works in (*up, *chain, *down))
+            return self._submit(kind, unit, ((lane, tuple(work for part in works for work in part)),), after)
         first = self._submit("up", unit, up, after)
-        last = self._submit(lane, unit, chain, first or after) or first
+        last = self._submit(kind, unit, chain, first or after) or first
         return self._submit("down", unit, down, last or after) or last or after
 
     def _reduce_beside_copies(
-        self, unit: int, reduction: Reduction, boundary: tuple[Work, ...], first: Job | None, after: Job | None
+        self, unit: int, reduction: Reduction, boundary: ByLane, first: Job | None, after: Job | None
     ) -> Reducing[Job]:
         trained = [placed for placed in self.chains.schedule.placed[unit] if placed.buffer.trainable]
         kinds = {"micro": reduction.micro, "accumulate": reduction.accumulate, "boundary": reduction.boundary}
@@ -285,7 +281,7 @@ class ClockBackend:
 
     def _submit_deferred(self) -> None:
         for job in self._deferred:
-            self._issue(job, self.mechanics.lane("boundary"))
+            self._issue(job, self.chains.lane("boundary", job.chain[0].axes[0]))
         self._deferred.clear()
 
     def _expose(self, work: Work, seconds: float) -> None:
@@ -302,7 +298,7 @@ class ClockBackend:
             event = Event(
                 name=work.name,
                 kind="communicate",
-                resource=f"{job.lane}/{axis}",
+                resource=f"{job.lane if job.lane in COPIES else job.kind}/{axis}",
                 start_s=start,
                 end_s=end,
                 unit=self.unit_names[job.unit] if job.unit >= 0 else None,

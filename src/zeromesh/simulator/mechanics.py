@@ -2,7 +2,7 @@
 
 [Note: Engines] Each is the same schedule with other mechanics, from its paper or code:
 
-- zeromesh: one collective per axis, level by level; each kind of transfer on a lane of its own.
+- zeromesh: one collective per axis, level by level; each axis has a lane for gathers and one for reductions.
   Small units are joined where no parameters are sharded.
 - fsdp (torch.distributed.fsdp, FullyShardedDataParallel and fully_shard): a wrapped block is gathered and reduced over
   its whole shard group at once; both share one communicator, so they queue in the order of issue; a copy into and out
@@ -26,7 +26,8 @@ from typing import Literal
 
 from zeromesh.errors import ConfigError, InputError, nearest
 from zeromesh.model.spec import ModelSpec
-from zeromesh.schedule.transfer import LANES, LaneKind
+from zeromesh.schedule.lanes import Lanes
+from zeromesh.schedule.transfer import DIRECTIONS, RouteKind
 from zeromesh.schedule.unit import BUCKET_BYTES
 from zeromesh.strategy import Strategy
 
@@ -42,7 +43,8 @@ class Mechanics:
     name: str  # as `--engine` spells it
     joint: bool = False  # neighbouring collectives of one kind over several axes are a flat one over their joint group
     owners: Literal["exchange", "broadcast"] = "exchange"
-    lanes: tuple[tuple[LaneKind, str], ...] = tuple((kind, kind) for kind in LANES)  # the queue each kind waits in
+    # The queue that each kind waits in; those without one wait in the lanes of their axes.
+    queues: tuple[tuple[RouteKind, str], ...] = ()
     communicators: int = 2  # of each axis
     gather_numel: int = 0  # elements that one gather of parameters has at most; 0: a unit is gathered as a whole
     host_gather_s: float = 0.0  # that the device stands still for the host to issue a gather of parameters
@@ -70,9 +72,9 @@ class Mechanics:
                 f"{', '.join(sorted(others))}: name an engine that has it, {', '.join(have)}"
             )
 
-    def lane(self, kind: LaneKind) -> str:
-        """The queue that work of `kind` waits in."""
-        return dict(self.lanes)[kind]
+    def lane(self, kind: RouteKind, lanes: Lanes, axis: str = "") -> str:
+        """The lane that work of `kind` waits in, over an axis: one of the schedule's `lanes` or of the engine's own."""
+        return dict(self.queues).get(kind) or lanes.lane(kind, axis)
 
     def adds(self, messages: bool) -> bool:
         """Whether a kernel of its own adds a reduce-scatter's result to the accumulated gradient: a backend's own
@@ -84,15 +86,15 @@ class Mechanics:
         return replace(strategy, collective="flat") if self.joint and strategy.collective == "auto" else strategy
 
 
-_ONE_QUEUE: tuple[tuple[LaneKind, str], ...] = tuple((kind, "all") for kind in LANES)
-_ONE_FOR_REDUCTIONS = tuple((kind, "reduce" if kind == "boundary" else kind) for kind in LANES)
+_ONE_QUEUE: tuple[tuple[RouteKind, str], ...] = tuple((kind, "all") for kind in DIRECTIONS)
+_ONE_FOR_REDUCTIONS = tuple((kind, "reduce" if kind == "boundary" else kind) for kind in DIRECTIONS)
 
 ENGINES: dict[str, Mechanics] = {
     "zeromesh": Mechanics(name="zeromesh", collects=True, workspace=True, bucket_bytes=BUCKET_BYTES, windowed=True),
     "fsdp": Mechanics(
         name="fsdp",
         joint=True,
-        lanes=_ONE_QUEUE,
+        queues=_ONE_QUEUE,
         communicators=1,
         copies=1,
         planned=False,
@@ -101,7 +103,7 @@ ENGINES: dict[str, Mechanics] = {
     "deepspeed": Mechanics(
         name="deepspeed",
         joint=True,
-        lanes=_ONE_QUEUE,
+        queues=_ONE_QUEUE,
         communicators=1,
         gather_numel=50_000_000,
         copies=1,
@@ -109,7 +111,7 @@ ENGINES: dict[str, Mechanics] = {
         overlap_gather=False,
         overlap_refresh=False,
     ),
-    "amsp": Mechanics(name="amsp", joint=True, owners="broadcast", lanes=_ONE_FOR_REDUCTIONS, communicators=3),
+    "amsp": Mechanics(name="amsp", joint=True, owners="broadcast", queues=_ONE_FOR_REDUCTIONS, communicators=3),
 }
 
 

@@ -7,7 +7,7 @@ states have equal futures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from zeromesh.errors import InputError, NotationError
 from zeromesh.model.spec import ModelSpec, UnitSpec
 from zeromesh.schedule.bucket import Bucket, BucketSteps
 from zeromesh.schedule.interpreter import Interpreter
-from zeromesh.schedule.lent import lent_axes
+from zeromesh.schedule.lanes import lent_axes
 from zeromesh.schedule.program import Schedule
 from zeromesh.schedule.step import Phase, run_forward, run_micro_batch
 from zeromesh.schedule.transfer import COPIES, HOST_AXIS
@@ -44,7 +44,7 @@ from zeromesh.simulator.result import AxisTraffic, PipelineRank, Simulation
 from zeromesh.simulator.steady import Repeats
 from zeromesh.simulator.units import schedule_units
 from zeromesh.simulator.workload import FixedWorkload
-from zeromesh.strategy import Strategy
+from zeromesh.strategy import Layout, Strategy
 from zeromesh.strategy.parts import layouts_of
 from zeromesh.strategy.stage import HOST
 from zeromesh.trace import Trace
@@ -131,6 +131,10 @@ def _with_idle(division: Division, setups: Sequence[Setup]) -> Setups:
     return list(zip(setups, idle_seconds(division, [setup.micro_batch_s() for setup in setups]), strict=True))
 
 
+def _lent(layouts: Iterable[Layout]) -> dict[str, str]:
+    return lent_axes(layouts, lambda _, axis: (axis.mesh_axis, axis.size, axis.stride))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     division: Division
@@ -169,7 +173,9 @@ class Setup:
         dtype = cluster.device.compute_dtype(workload.param_dtype)
         compute = ComputeModel(device=cluster.device, constants=constants, dtype=dtype)
         messages = cluster.messages if mechanics.workspace else None
-        schedule = Schedule.of(layout, units, parts=layouts | division.layouts(layout), messages=messages)
+        parts = layouts | division.layouts(layout)
+        lent = _lent((layout, *parts.values()))
+        schedule = Schedule.of(layout, units, parts=parts, messages=messages, lent=lent)
         owned = owned_tensors(schedule, specs, compute, workload, mechanics)
         for each in owned:
             schedule = schedule.with_owned(each.buckets)
@@ -209,8 +215,8 @@ class Setup:
 
     def memory(self, dynamic_bytes: float) -> MemoryBytes:
         """Memory of one device, given the peak of dynamic memory."""
-        lent = lent_axes(self.schedule.layouts, lambda _, axis: (axis.mesh_axis, axis.size, axis.stride))
-        axes = sum(axis.size > 1 for axis in self.schedule.axes) - len(lent) + len(self.division.groups)
+        axes = sum(axis.size > 1 for axis in self.schedule.axes) - len(_lent(self.schedule.layouts))
+        axes += len(self.division.groups)
         overhead = self.constants.overhead_bytes(
             messages=self.cluster.messages,
             communicators=self.mechanics.communicators * axes,

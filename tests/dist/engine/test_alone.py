@@ -140,6 +140,6 @@ def test_what_is_scattered_over_an_even_axis_is_sent_from_there():
         engine = engine_of(zm.shard(CASE.build(), mesh_of(*shape), strategy, **CASE.shard_options()))
         chains = [chain for of_unit in engine.backend.chains for chain in of_unit.reduce.values()]
         place = dist.get_rank() % shape[0], dist.get_rank() // shape[0]
-        for first in (chain.boundary_alone[0] for chain in chains):
+        for (_, (first, *_)), *_ in (chain.boundary_alone for chain in chains):
             assert first.call.args[0].dtype == BF16
             assert (first.before is not None) == (place in expected), strategy

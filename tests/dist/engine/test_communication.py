@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from tests.dist.parity import Case, backward, local_part, mesh_of, sharded, take
 from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.schedule.step import step_transfers
-from zeromesh.schedule.transfer import LANES, Transfer, lane_axes
+from zeromesh.schedule.transfer import Transfer
 from zeromesh.strategy import Layout, Strategy
 from zeromesh.strategy.presets import PRESETS
 
@@ -131,12 +132,15 @@ HOSTED = (
 
 
 def require_scheduled(sent: list[tuple[str, str, int]], expected: list[Transfer], layout: Layout) -> None:
-    for lane in LANES:  # the order between lanes is free
-        axes, gathers = {axis.name for axis in lane_axes(layout, lane)}, lane in ("refresh", "unshard")
-        observed = [call for call in sent if call[2] and call[1] in axes and (call[0] == "all_gather") == gathers]
-        wanted = [s for s in expected if s.axis.name in axes and (s.operation == "all_gather") == gathers]
-        assert [call[:2] for call in observed] == [(step.operation, step.axis.name) for step in wanted]
+    for axis, gathers in product(layout.axes, (True, False)):  # the order between lanes is free
+        observed = [call for call in sent if call[2] and call[1] == axis.name and (call[0] == "all_gather") == gathers]
+        wanted = [s for s in expected if s.axis is axis and (s.operation == "all_gather") == gathers]
+        assert [call[0] for call in observed] == [step.operation for step in wanted]
         assert [call[2] for call in observed] == [step.sent_bytes for step in wanted]
+    assert {axis for _, axis, sent_bytes in sent if sent_bytes} <= {axis.name for axis in layout.axes} | {
+        "host up",
+        "host down",
+    }
 
 
 def micro_batches(model: nn.Module, num: int) -> None:

@@ -38,8 +38,8 @@ gate = threading.Event()
 
 
 @contextmanager
-def late(lane: str) -> Iterator[None]:
-    """The jobs of one lane wait for the gate and nobody waits for them, nor a job of another lane."""
+def late(lane: str, kind: str) -> Iterator[None]:
+    """The jobs of one lane wait for the gate and nobody waits for those of a kind, nor a job of another lane."""
     submit, wait = Lane.submit, DeviceBackend.wait
     gate.clear()
 
@@ -54,8 +54,7 @@ def late(lane: str) -> Iterator[None]:
         return submit(self, run, label)
 
     def unless_late(self, ticket):
-        mine = ticket.label.startswith("reduce" if lane == "boundary" else lane)
-        if not mine or gate.is_set():
+        if not ticket.label.startswith(kind) or gate.is_set():
             wait(self, ticket)
 
     with mock.patch.object(Lane, "submit", held_back), mock.patch.object(DeviceBackend, "wait", unless_late):
@@ -172,14 +171,14 @@ def further_backward_replaces_what_is_shown() -> Patch:
 
 def replica_off() -> Patch:
     """One replica steps on a gradient of its own."""
-    finish = backend._finish
+    show = FlatShards.show_grad
 
-    def one_replica_off(steps, buffer, before):
-        finish(steps, buffer, before)
-        if buffer.coordinates["cluster"] == 1:
-            buffer.reduced.mul_(1 + 1e-13)
+    def one_replica_off(self, position, *, used, reduced):
+        if reduced and position == 0 and self.coordinates["cluster"] == 1:
+            self.reduced.mul_(1 + 1e-13)
+        show(self, position, used=used, reduced=reduced)
 
-    return mock.patch.object(backend, "_finish", one_replica_off)
+    return mock.patch.object(FlatShards, "show_grad", one_replica_off)
 
 
 @contextmanager
@@ -191,10 +190,10 @@ def slot_reused_unseen() -> Iterator[None]:
 
 # Jobs left behind by a late lane still run, since the gate opens; no communicator is left out of step.
 FAULTS: dict[str, tuple[str, Callable[[], Patch]]] = {
-    "a delayed reduction, not waited for": (STRATEGY, lambda: late("reduce")),
-    "a delayed gather, not waited for": (STRATEGY, lambda: late("unshard")),
-    "a delayed refresh, not waited for": (STRATEGY, lambda: late("refresh")),
-    "a delayed boundary, not waited for": (STRATEGY, lambda: late("boundary")),
+    "a delayed reduction, not waited for": (STRATEGY, lambda: late("reduce/node", "reduce")),
+    "a delayed gather, not waited for": (STRATEGY, lambda: late("gather/node", "unshard")),
+    "a delayed refresh, not waited for": (STRATEGY, lambda: late("gather/cluster", "refresh")),
+    "a delayed boundary, not waited for": (STRATEGY, lambda: late("reduce/cluster", "reduce")),
     "a skipped refresh": (STRATEGY, skipped_refresh),
     "a skipped refresh of merged parameters": ("node=1,cluster=1", skipped_refresh),
     "a stale copy after an evaluation": ("node=3,cluster=3", stale_after_evaluation),

@@ -98,12 +98,12 @@ def measured(strategy: str, case: Case, *shape: int) -> tuple[Trace, Schedule]:
 
 
 def lanes(trace: Trace) -> dict[str, list[Call]]:
-    """Each lane's calls in order, without those that send nothing."""
+    """The calls of each kind over each axis, in order, without those that send nothing."""
     found = defaultdict(list)
     for event in trace.events:
         if event.kind == "communicate" and event.sent_bytes:
             call = (event.name, event.unit, event.micro_batch, event.axis, event.sent_bytes)
-            found[event.resource.partition("/")[0]].append(call)
+            found[event.resource].append(call)
     return found
 
 

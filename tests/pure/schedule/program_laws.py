@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.program import Schedule
 from zeromesh.schedule.state import Backward, Call, Reducing, Reduction
-from zeromesh.schedule.transfer import LANES, LaneKind
 from zeromesh.schedule.unit import Role
 
 ROOT = 0
@@ -60,11 +59,12 @@ class Checked:
 
     schedule: Schedule
     eager: Iterator[bool]
-    lanes: dict[LaneKind, Lane] = field(init=False)
+    lanes: dict[str, Lane] = field(init=False)
     master: list[int] = field(init=False)
     params: list[int] = field(init=False)
     kept: list[int] = field(init=False)
     gathered: dict[int, tuple[int, int]] = field(default_factory=dict)
+    begun: dict[int, tuple[int, int]] = field(default_factory=dict)  # gathers over the outer axis
     used: set[int] = field(default_factory=set)
     waiting: dict[int, tuple[int, Counter[Contribution]]] = field(default_factory=dict)
     accumulated: list[Counter[Contribution]] = field(init=False)
@@ -76,7 +76,7 @@ class Checked:
 
     def __post_init__(self) -> None:
         count = len(self.schedule.units)
-        self.lanes = {kind: Lane(self.eager) for kind in LANES}
+        self.lanes = {f"{way} {axis}": Lane(self.eager) for way in ("gather", "reduce") for axis in ("inner", "outer")}
         self.master, self.params, self.kept = [1] * count, [1] * count, [0] * count
         self.accumulated = [Counter() for _ in range(count)]
         self.reduced = [Counter() for _ in range(count)]
@@ -88,21 +88,26 @@ class Checked:
         def run() -> None:
             self.params[unit] = self.master[unit]
 
-        return self.lanes["refresh"].submit(run)
+        return self.lanes["gather outer"].submit(run)
 
     def unshard(self, unit: int, *, from_kept: bool, after: Job | None) -> Job:
         slot = self.schedule.memory.gather.slot_of[unit]
         assert slot is not None
 
-        def run() -> None:
+        def begin() -> None:
             others = [other for other in self.used if self.schedule.memory.gather.slot_of[other] == slot]
             assert others in ([], [unit]), f"{unit} is gathered into the slot that {others} use"
-            source = self.kept[unit] if from_kept else self.params[unit]
+            self.gathered[slot] = (unit, 0)
+            self.begun[slot] = (unit, self.kept[unit] if from_kept else self.params[unit])
+
+        def run() -> None:
+            owner, source = self.begun[slot]
+            assert owner == unit, f"{owner} is gathered into the slot while {unit} is"
             self.gathered[slot] = (unit, source)
             if not from_kept:
                 self.kept[unit] = source
 
-        return self.lanes["unshard"].submit(run, after)
+        return self.lanes["gather inner"].submit(run, self.lanes["gather outer"].submit(begin, after))
 
     def reduce(self, unit: int, reduction: Reduction) -> Reducing[Job]:
         slot = self.schedule.memory.reduce.slot_of[unit]
@@ -118,17 +123,21 @@ class Checked:
         if micro or reduction.boundary:
             self.sent.append((unit, micro, reduction.boundary))
 
+        def begin() -> None:
+            if slot is not None and reduction.micro:
+                owner, _ = self.waiting[slot]
+                assert owner == unit, f"the reduction of {unit} finds the gradients of {owner} in its slot"
+
         def take() -> None:
             if slot is not None and reduction.micro:
-                owner, waiting = self.waiting.pop(slot)
-                assert owner == unit, f"the reduction of {unit} finds the gradients of {owner} in its slot"
+                _, waiting = self.waiting.pop(slot)
                 self.accumulated[unit] = (self.accumulated[unit] if reduction.accumulate else Counter()) + waiting
 
         def finish() -> None:
             self.reduced[unit], self.accumulated[unit] = self.accumulated[unit] + before, Counter()
 
-        taken = self.lanes["reduce"].submit(take)
-        return Reducing(taken, self.lanes["boundary"].submit(finish, taken) if reduction.boundary else taken)
+        taken = self.lanes["reduce outer"].submit(take, self.lanes["reduce inner"].submit(begin))
+        return Reducing(taken, self.lanes["reduce outer"].submit(finish, taken) if reduction.boundary else taken)
 
     def wait(self, ticket: Job) -> None:
         self.waits += 1

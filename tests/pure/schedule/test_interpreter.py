@@ -265,7 +265,7 @@ def test_an_aborted_backward_leaves_nothing_in_use(strategy):
         run.interpreter.stepped([4])
     run.interpreter.abort()
     assert not run.backend.used and run.interpreter.backward is None
-    run.backend.lanes["unshard"].jobs.clear()
+    run.backend.lanes["gather inner"].jobs.clear()
 
 
 # Each law must be able to fail: the interpreter with one of its precautions taken out.

@@ -129,17 +129,25 @@ def test_slots(strategy, sizes, residents, prefetch):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "gather", "reduce"),
+    ("strategy", "expected"),
     [
-        ("node=3,cluster=1", 0, 64 // 2 * 2),  # the boundary's cast of the fp32 shard to a bf16 wire
-        ("node=3,cluster=3", 0, 0),
-        ("node=3@fp32/,cluster=1", 64 * 4, 64 // 2 * 2),  # and a gather on an fp32 wire of a bf16 copy
+        ("node=3,cluster=1", {"reduce/cluster": 64 // 2 * 2}),  # the boundary's cast of the fp32 shard to a bf16 wire
+        ("node=3,cluster=3", {}),
+        # and a gather on an fp32 wire of a bf16 copy
+        ("node=3@fp32/,cluster=1", {"gather/node": 64 * 4, "reduce/cluster": 64 // 2 * 2}),
+        # What the outer axis leaves in staging memory is what the inner one begins with: they share a lane.
+        ("node=3@fp32/,cluster=3@fp32/", {"gather/cluster+node": 64 * 4}),
+        ("node=3,cluster=3@fp32/", {"gather/cluster+node": 64 // 2 * 4}),
+        ("node=3@fp32/,cluster=3", {"gather/node": 64 * 4}),
+        ("node=1,cluster=1", {"reduce/node": 64 * 2, "reduce/cluster": 64 // 2 * 2}),
     ],
 )
-def test_staging(strategy, gather, reduce):
-    plan = Schedule.of(Layout.of(strategy, [("node", 2), ("cluster", 2)]), stack(64, 2)).memory
-    staging = plan.staging
-    assert [staging["refresh"] + staging["unshard"], staging["reduce"] + staging["boundary"]] == [gather, reduce]
+def test_staging(strategy, expected):
+    schedule = Schedule.of(Layout.of(strategy, [("node", 2), ("cluster", 2)]), stack(64, 2))
+    assert {lane: size for lane, size in schedule.memory.staging.items() if size} == expected
+    assert set(expected) <= set(schedule.lanes.names) and len(schedule.lanes.names) == 4 - any(
+        "+" in e for e in expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,8 +201,8 @@ def test_slots_buffers_and_frozen_parameters():
             assert room % ALIGN_BYTES == 0 and placed.padded * size <= room < placed.padded * size + ALIGN_BYTES
     layout = Layout.of("node=3,cluster=3k", [("node", 2), ("cluster", 2)])
     plan = Schedule.of(layout, stack(64, 3), messages=True).memory
-    # 2 gather slots and a reduce slot of a block, 3 kept copies of half a block, the workspace of messages.
-    assert plan.buffers_bytes == 2 * 128 + 128 + 3 * 64 + (8 << 20)
+    # 2 gather slots and a reduce slot of a block, 3 kept copies of half a block, two lanes' workspace of messages.
+    assert plan.buffers_bytes == 2 * 128 + 128 + 3 * 64 + 2 * (8 << 20)
     plan = Schedule.of(Layout.of("node=3", [("node", 4)]), stack(64, 2, master_dtype=None)).memory
     assert (plan.params_bytes, plan.grads_bytes, plan.master_bytes) == (2 * 2 * 64 // 4, 0, 0)
     assert plan.reduce.slot_bytes == ()
@@ -213,17 +221,17 @@ def lanes(strategy: str, mesh: list[tuple[str, int]], *, messages: bool) -> dict
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        ("node=3,cluster=3", {"reduce": 8 << 20}),
-        ("node=1,cluster=0", {"boundary": 8 << 20}),
-        ("node=3,cluster=1", {"reduce": 8 << 20, "boundary": 8 << 20}),
+        ("node=3,cluster=3", ["reduce/node", "reduce/cluster"]),
+        ("node=1,cluster=0", ["reduce/node", "reduce/cluster"]),
+        ("node=3,cluster=3;collective=ho_ring", ["reduce/node+cluster"]),
         # Messages of a quantised gather need room.
-        ("node=3@int8/,cluster=2", {"unshard": 8 << 20, "reduce": 8 << 20}),
-        ("node=3,cluster=2@int8/", {"refresh": 8 << 20, "reduce": 8 << 20}),
-        ("node=3@/int4,cluster=3", {"reduce": 8 << 20}),
+        ("node=3@int8/,cluster=2", ["gather/node", "reduce/node", "reduce/cluster"]),
+        ("node=3,cluster=2@int8/", ["gather/cluster", "reduce/node", "reduce/cluster"]),
+        ("node=3@/int4,cluster=3", ["reduce/node", "reduce/cluster"]),
     ],
 )
-def test_each_lane_has_its_own(strategy: str, expected: dict[str, int]) -> None:
-    assert lanes(strategy, FOURS, messages=True) == expected
+def test_each_lane_has_its_own(strategy: str, expected: list[str]) -> None:
+    assert lanes(strategy, FOURS, messages=True) == dict.fromkeys(expected, 8 << 20)
 
 
 MESSAGE = QuantFormat(bits=8).message_bytes(-(-LONG // 4 // (2 * 1024)) * 1024)
@@ -235,7 +243,7 @@ MESSAGE = QuantFormat(bits=8).message_bytes(-(-LONG // 4 // (2 * 1024)) * 1024)
         ("node=3,cluster=3", {}),  # the backend's own, in place
         ("node=1,cluster=0", {}),
         # Four messages that come, this rank's own among them; of a reduction as many that go.
-        ("node=3@int8/int8,cluster=0", {"unshard": 4 * MESSAGE, "reduce": 8 * MESSAGE}),
+        ("node=3@int8/int8,cluster=0", {"gather/node": 4 * MESSAGE, "reduce/node": 8 * MESSAGE}),
     ],
 )
 def test_a_device_needs_room_for_two_rounds_of_the_longest_region(strategy: str, expected: dict[str, int]) -> None:
@@ -252,8 +260,8 @@ def test_without_triton_the_codec_has_room_too() -> None:
     placed = place(layout, stack(LONG, 2))
     fused, torchs = (MemoryPlan.of(placed, 1, False, triton=triton).workspace for triton in (True, False))
     piece = -(-LONG // 4 // (2 * 1024)) * 1024
-    assert torchs["unshard"] - fused["unshard"] == 12 * piece + 8 * piece // 128
-    assert torchs["reduce"] - fused["reduce"] == 14 * piece + 8 * piece // 128
+    assert torchs["gather/node"] - fused["gather/node"] == 12 * piece + 8 * piece // 128
+    assert torchs["reduce/node"] - fused["reduce/node"] == 14 * piece + 8 * piece // 128
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,8 @@ def test_a_strategys_collective_option_is_honoured():
     gathers_and_reductions = 2 * LLAMA.num_params * 63 / 64 * 3
     assert sum(sent.values()) == pytest.approx(gathers_and_reductions, rel=0.1)
     assert sent["cluster"] == pytest.approx(sum(sent.values()) / 8)
-    for strategy in ("node=3,cluster=3", "node=3,cluster=3k", "node=2,cluster=2", "node[4]=3,node[2]=2,cluster=2"):
+    # (With three axes it leaves one in the lane of the other two, and may lose more than it gains.)
+    for strategy in ("node=3,cluster=3", "node=3,cluster=3k", "node=2,cluster=2"):
         plain, ho_ring = (
             simulate(LLAMA, ON_CORES.take(64), strategy + option, WORK) for option in ("", ";collective=ho_ring")
         )
@@ -93,7 +94,8 @@ def test_overlapped_reductions_have_the_slices_that_the_engine_has():
     flat = FlatBuffer(numel=1 << 32, param_dtype="fp32", master_dtype="fp32")
     layout = Layout.of("node=2,cluster=2;collective=ho_ring", cluster.axes)
     schedule = Schedule.of(layout, [Unit(name="block", role=Role.BLOCK, buffers=(flat,))])
-    (work,) = Chains(schedule, find_engine("zeromesh"), model).chain("reduce", 0)
+    ((lane, (work,)),) = Chains(schedule, find_engine("zeromesh"), model).chain("reduce", 0)
+    assert lane == "reduce/node+cluster"
     major, minor = (model.cost(step) for step in schedule.placed[0][0].routes["reduce"].steps)
     slices = -(-(1 << 28) // part_numel(8 << 20, 4, 4, terms=4 * 15, longest_bytes=1 << 20))
     assert slices > 1024

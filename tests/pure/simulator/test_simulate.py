@@ -252,8 +252,8 @@ def test_the_trace_holds_the_step():
     lanes: dict[str, list[tuple[float, float]]] = {}
     for event in trace.events:
         if event.kind == "communicate":
-            lanes.setdefault(event.resource.split("/")[0], []).append((event.start_s, event.end_s))
-    assert set(lanes) == {"refresh", "unshard", "reduce", "boundary"}
+            lanes.setdefault(event.resource, []).append((event.start_s, event.end_s))
+    assert set(lanes) == {"refresh/cluster", "unshard/node", "reduce/node", "reduce/cluster"}
     for intervals in lanes.values():
         intervals.sort()
         assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(intervals))
