@@ -12,6 +12,7 @@ import torch
 from tests.dist.engine.delays import without_order_of_lanes, without_wait
 from zeromesh.comm import lane
 from zeromesh.comm.lane import Ticket
+from zeromesh.schedule import lanes
 
 Fault = Callable[[], AbstractContextManager[None]]
 
@@ -100,6 +101,10 @@ FAULTS: dict[str, tuple[str, Fault]] = {
         f"the end of a job of {kind}": (ENDS.get(kind, "node=3,cluster=1"), partial(without_end, kind))
         for kind in (*LANES, *STREAMED)
     },
+    "staging memory, that a chain passes on from lane to lane": (
+        "node=1@bf16/,cluster=1@bf16/",
+        lambda: mock.patch.object(lanes, "_passes_on", lambda kind, route: False),
+    ),
     "a copy down, before the host reads what came": ("host=1,node=3,cluster=1", partial(without_landing, "down")),
 }
 """Missing waits, each with a strategy that needs it."""

@@ -58,10 +58,11 @@ Floats = npt.NDArray[np.float64]
 
 class Row(IntEnum):
     """Rows of a table, in seconds: of a lane per micro-batch and per step; of all gathers of a forward; of reductions
-    that may end after their backward; of the root, or of the unit that runs first if it is one, and of both; of the
-    chains of blocks, per micro-batch, of a forward and of those that may come before it; of the level's links and of
-    the device's memory, per micro-batch and per step. The last row is a share instead: the most of a collective in
-    which the kernel runs that adds to the accumulated gradient, if a micro-batch's last reduction is over that axis."""
+    that may end after their backward; of the root together with the unit that runs first, if it is one; of the chains
+    of one of the two; of the chains of blocks, per micro-batch, of a forward and of those that may come before it; of
+    the level's links and of the device's memory, per micro-batch and per step. The last row is a share instead: the
+    most of a collective in which the kernel runs that adds to the accumulated gradient, if a micro-batch's last
+    reduction is over that axis."""
 
     GATHER_MICRO = 0
     GATHER_STEP = auto()
@@ -69,14 +70,14 @@ class Row(IntEnum):
     REDUCE_STEP = auto()
     FORWARD = auto()
     REDUCE_LATE = auto()
-    UNSHARD_FIRST = auto()
     UNSHARD_EDGE = auto()
-    REFRESH_ROOT = auto()
     REFRESH_EDGE = auto()
-    REDUCE_FIRST = auto()
     REDUCE_EDGE = auto()
-    BOUNDARY_ROOT = auto()
     BOUNDARY_EDGE = auto()
+    UNSHARD_FIRST = auto()
+    REFRESH_ROOT = auto()
+    REDUCE_FIRST = auto()
+    BOUNDARY_ROOT = auto()
     GATHER_BLOCKS = auto()
     REDUCE_BLOCKS = auto()
     FORWARD_BLOCKS = auto()
@@ -88,10 +89,10 @@ class Row(IntEnum):
     ADDING = auto()
 
 
-LOST_ROWS = Row.UNSHARD_FIRST
+LOST_ROWS = Row.UNSHARD_EDGE
 """How many rows have collectives that slow computation down."""
 
-APART_ROWS = Row.GATHER_BLOCKS
+APART_ROWS = Row.UNSHARD_FIRST
 """How many rows are of lanes, of which the longest part counts where each has lanes of its own."""
 
 LANE_ROWS = Row.BUSY_MICRO
@@ -126,8 +127,8 @@ class TimeBound:
     def at(self, micro_batches: int, compute: ComputeSeconds, optimizer_s: Floats) -> Floats:
         """The bound for a number of micro-batches and the seconds of one's compute."""
         lanes = self.lanes
-        # The root comes first where parameters are gathered, and last where gradients are reduced. Of two units one
-        # waits in each lane for the other; and of each, one kind for the other.
+        # The root comes first where parameters are gathered, and last where gradients are reduced. In a lane one of the
+        # two waits for the other, and one kind of transfers waits for the chain of the other kind.
         edge_gather = np.maximum(
             lanes[Row.REFRESH_ROOT] + lanes[Row.UNSHARD_EDGE], lanes[Row.REFRESH_EDGE] + lanes[Row.UNSHARD_FIRST]
         )

@@ -39,12 +39,12 @@ class Places:
         self._done = 0
         self.micro_batches, self.recomputes = 0, False
         self.now = Place(phase="build")
-        self.lane, self._lane_unit = COMPUTE, ""
+        self.kind, self._job_unit = COMPUTE, ""
 
     @property
     def unit(self) -> str | None:
         """For which unit something is launched now."""
-        return self.now.unit if self.lane == COMPUTE else self._lane_unit
+        return self.now.unit if self.kind == COMPUTE else self._job_unit
 
     @property
     def micro_batch(self) -> int:
@@ -129,11 +129,11 @@ class _FollowedLane:
         kind = self.lane.name if self.lane.name in _ASIDE else kind
 
         def run() -> None:
-            before = places.lane, places._lane_unit
-            places.lane, places._lane_unit = kind, unit
+            before = places.kind, places._job_unit
+            places.kind, places._job_unit = kind, unit
             try:
                 job()
             finally:
-                places.lane, places._lane_unit = before
+                places.kind, places._job_unit = before
 
         return self.lane.submit(run, label, after=after)

@@ -133,10 +133,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launches:
-    """Kernels and collectives of one unit in a step, on one lane."""
+    """Kernels and collectives of one unit in a step, of one kind of transfers or of the computation."""
 
     unit: str
-    lane: str
+    kind: str
     count: int
 
 
@@ -172,7 +172,7 @@ class Rehearsal:
     cluster: str  # whose device and links the timeline is of; empty without one
     memory: Memory  # of the device
     axes: tuple[TrafficLine, ...] = ()
-    launches: tuple[Launches, ...] = ()  # by unit and lane, of a step
+    launches: tuple[Launches, ...] = ()  # by unit and kind, of a step
     blocks: tuple[str, ...] = ()  # names of the block units
     races: tuple[str, ...] = ()  # found by the checker, as the next
     early_frees: tuple[str, ...] = ()
@@ -187,12 +187,12 @@ class Rehearsal:
     __repr__ = short_repr
 
     def launches_per_unit(self) -> dict[str, int]:
-        """By lane, the most of any block; of any unit where the model has no blocks."""
+        """By kind, the most of any block; of any unit where the model has no blocks."""
         units = set(self.blocks) or {line.unit for line in self.launches}
         most: dict[str, int] = {}
         for line in self.launches:
             if line.unit in units:
-                most[line.lane] = max(most.get(line.lane, 0), line.count)
+                most[line.kind] = max(most.get(line.kind, 0), line.count)
         return most
 
     def to_json(self) -> dict[str, Any]:

@@ -147,9 +147,9 @@ def _traffic(first: Rehearsal) -> Table:
 
 
 def _launches(first: Rehearsal) -> Table:
-    lanes = first.launches_per_unit()
-    rows = tuple((lane, f"{lanes[lane]:,}") for lane in sorted(lanes, key=lambda lane: (lane != COMPUTE, lane)))
-    return Table(heads=("lane", "launches"), rows=rows)
+    kinds = first.launches_per_unit()
+    rows = tuple((kind, f"{kinds[kind]:,}") for kind in sorted(kinds, key=lambda kind: (kind != COMPUTE, kind)))
+    return Table(heads=("kind", "launches"), rows=rows)
 
 
 def _facts(first: Rehearsal) -> tuple[Fact, ...]:

@@ -151,7 +151,7 @@ class Stage:
                 watch.end()
         found["calls"] = tuple(watch.calls)
         found["launches"] = tuple(
-            Launches(unit=unit, lane=lane, count=count) for (unit, lane), count in watch.launches.items()
+            Launches(unit=unit, kind=kind, count=count) for (unit, kind), count in watch.launches.items()
         )
         if self.hardware is not None:
             whole_s = watch.step_s

@@ -35,7 +35,7 @@ class Kernel:
     seconds: float
     place: Place
     moving: bool = False  # it waits for memory
-    lane: str = COMPUTE  # where it was issued, "compute" for none
+    kind: str = COMPUTE  # the kind of transfers that it is a part of, or "compute"
     micro_batch: int = -1  # index in the step, -1 outside
 
 
@@ -51,7 +51,7 @@ class Communication:
     axis: str
     unit: str | None
     sent_bytes: float
-    lane: str
+    kind: str
     micro_batch: int = -1
 
 
@@ -165,12 +165,12 @@ class _Device:
                     queued.left_s, queued.started_s = kernel.seconds, self.now_s
                 if queued.left_s > 0:
                     return False
-                if kernel.lane == COMPUTE:
+                if kernel.kind == COMPUTE:
                     queued.rows.computed(kernel, queued.started_s, self.now_s)
             case Communication() as sent:
                 if queued.job is None:
                     work = Work(sent.operation, (sent.axis,), sent.cost, (sent.sent_bytes,))
-                    queued.job = Job((work,), 0, sent.micro_batch, sent.lane)
+                    queued.job = Job((work,), 0, sent.micro_batch, sent.kind)
                     self._sending[queued.job] = queued
                     self.network.submit(queued.job, str(number))
                 return queued.job.done_s is not None
@@ -261,9 +261,9 @@ class _Rows:
 
     def communicated(self, job: Communication, start: float, end: float) -> None:
         event = Event(
-            name=f"{job.lane} {job.operation}",
+            name=f"{job.kind} {job.operation}",
             kind="communicate",
-            resource=f"{job.lane}/{job.axis}",
+            resource=f"{job.kind}/{job.axis}",
             start_s=start,
             end_s=end,
             unit=job.unit,

@@ -42,7 +42,7 @@ class Watch:
     axes: Mapping[str, Axis]  # of all layouts, by name
     whole: Sequence[Axis]  # those of the model's own layout
     issued: list[Issued] = field(default_factory=list)  # everything, for `replay`
-    launches: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (unit, lane)
+    launches: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (unit, kind)
     calls: list[Call] = field(default_factory=list)
     host_s: float = 0.0  # processor seconds of the recording, less this object's own
     step_s: float = 0.0  # of that, the last step's
@@ -95,7 +95,7 @@ class Watch:
                 seconds=seconds,
                 moving=moving,
                 place=self.places.now,
-                lane=self.places.lane,
+                kind=self.places.kind,
                 micro_batch=self.places.micro_batch,
             )
         )
@@ -122,7 +122,7 @@ class Watch:
                 axis=axis,
                 unit=self.places.unit,
                 sent_bytes=float(sent.sent_bytes),
-                lane=self.places.lane if self.places.lane != COMPUTE else "words",
+                kind=self.places.kind if self.places.kind != COMPUTE else "words",
                 micro_batch=self.places.micro_batch,
             )
         )
@@ -130,7 +130,7 @@ class Watch:
     def _launched(self) -> None:
         unit = self.places.unit
         if unit is not None:
-            self.launches[unit, self.places.lane] += 1
+            self.launches[unit, self.places.kind] += 1
 
 
 def whole_bytes(operation: Operation, ranks: int, sent_bytes: float) -> float:

@@ -52,12 +52,12 @@ class Lanes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all but the copies."""
+        """All but the lanes of copies."""
         return tuple(dict.fromkeys([self.lane("refresh"), self.lane("reduce"), *self.of_axis.values()]))
 
 
 def _passes_on(kind: RouteKind, route: Route) -> bool:
-    """Whether a chain leaves in memory of its lane what its next transfer begins with."""
+    """Whether a transfer of a chain leaves its result to the next one in memory of the lane."""
     return route.passing > 0 or (kind in GATHERS and any(step in route.staged for step in route.steps[:-1]))
 
 

@@ -13,7 +13,7 @@ for name, module in sorted(sys.modules.items()):
         print(name, sum(1 for _ in open(module.__file__)))
 """
 PLANNING = {"planner", "simulator", "cost", "cluster", "model", "report", "validate", "measure", "lab", "api"}
-MODULES, LINES = 51, 10_000
+MODULES, LINES = 52, 10_000
 """At most."""
 
 

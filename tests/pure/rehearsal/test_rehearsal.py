@@ -42,9 +42,9 @@ FOUND = Rehearsal(
     ),
     axes=(TrafficLine(axis="node", size=8, stage="3", predicted_bytes=9, sent_bytes=9, collectives=3),),
     launches=(
-        Launches(unit="h.0", lane="reduce", count=2),
-        Launches(unit="h.1", lane="reduce", count=3),
-        Launches(unit="", lane="reduce", count=9),
+        Launches(unit="h.0", kind="reduce", count=2),
+        Launches(unit="h.1", kind="reduce", count=3),
+        Launches(unit="", kind="reduce", count=9),
     ),
     blocks=("h.0", "h.1"),
     host_reads=(HostRead(what="aten::item", where="train.py:7", count=2),),
@@ -92,14 +92,14 @@ IN_FORWARD, IN_BACKWARD = Place(phase="forward", unit="layers.0"), Place(phase="
 
 
 def kernel(seconds: float, place: Place = IN_FORWARD, *, at_s: float = 0.0, moving: bool = False) -> Kernel:
-    return Kernel(at_s=at_s, stream=0, seconds=seconds, moving=moving, place=place, lane="compute")
+    return Kernel(at_s=at_s, stream=0, seconds=seconds, moving=moving, place=place, kind="compute")
 
 
 def gather(latency_s: float, busy_s: float, *, level: int = 0, **fields: Any) -> Communication:
-    """On stream 1 and the lane of gathers, unless told otherwise."""
+    """On stream 1, as a gather, unless told otherwise."""
     costs = {name: fields.pop(name) for name in ("taken", "memory_s") if name in fields}
     cost = CollectiveCost(seconds=latency_s + busy_s, busy=((level, busy_s),), **costs)
-    fields = {"at_s": 0.0, "stream": 1, "lane": "unshard", "unit": "layers.0", "sent_bytes": 8.0, **fields}
+    fields = {"at_s": 0.0, "stream": 1, "kind": "unshard", "unit": "layers.0", "sent_bytes": 8.0, **fields}
     return Communication(cost=cost, operation="all_gather", axis="node", **fields)
 
 
@@ -150,7 +150,7 @@ def test_collectives_share_links_and_slow_kernels_down() -> None:
     for moving, seconds in ((True, 3.5), (False, 3.0)):
         assert run(gather(0.0, 2.0, memory_s=0.5), kernel(3.0, moving=moving)).seconds == pytest.approx(seconds)
     # Two of 4 s on one link have half of it each: both take 8.
-    shared = run(gather(0.0, 4.0), gather(0.0, 4.0, stream=2, lane="reduce"), *after(1, of=2, stream=0), kernel(1.0))
+    shared = run(gather(0.0, 4.0), gather(0.0, 4.0, stream=2, kind="reduce"), *after(1, of=2, stream=0), kernel(1.0))
     apart = run(gather(0.0, 4.0), gather(0.0, 4.0, stream=2, level=1), *after(1, of=2, stream=0), kernel(1.0))
     assert (shared.seconds, apart.seconds) == (9.0, 5.0)
     assert [event.end_s for event in shared.trace.events if event.kind == "communicate"] == [8.0, 8.0]

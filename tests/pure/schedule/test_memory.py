@@ -135,7 +135,7 @@ def test_slots(strategy, sizes, residents, prefetch):
         ("node=3,cluster=3", {}),
         # and a gather on an fp32 wire of a bf16 copy
         ("node=3@fp32/,cluster=1", {"gather/node": 64 * 4, "reduce/cluster": 64 // 2 * 2}),
-        # What the outer axis leaves in staging memory is what the inner one begins with: they share a lane.
+        # The inner axis begins with the values that the outer one leaves in staging memory: they share a lane.
         ("node=3@fp32/,cluster=3@fp32/", {"gather/cluster+node": 64 * 4}),
         ("node=3,cluster=3@fp32/", {"gather/cluster+node": 64 // 2 * 4}),
         ("node=3@fp32/,cluster=3", {"gather/node": 64 * 4}),
