@@ -147,7 +147,7 @@ def plan(
         if calibration:
             shared.tell(calibration.describe(), sys.stdout)
         print_plan(planned, then)
-        for sentence in filter(None, (given.compiled(spec, hardware, work, planned.best), compared)):
+        for sentence in filter(None, (*given.otherwise(spec, hardware, work, planned.best), compared)):
             shared.tell(sentence, sys.stdout)
 
 

@@ -87,7 +87,7 @@ def simulate(
         if calibration:
             shared.tell(calibration.describe(), sys.stdout)
         print_simulation(choices, hardware)
-        if sentence := given.compiled(spec, hardware, work, chosen):
+        for sentence in given.otherwise(spec, hardware, work, chosen):
             shared.tell(sentence, sys.stdout)
     if not chosen.simulation.fits:
         raise typer.Exit(1)

@@ -15,7 +15,7 @@ messages of all ranks of the axis, which the backward's gather restores first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -259,7 +259,7 @@ class Binding:
             last = into is not None and step is route.steps[-1]
             current = into if last else current
             assert current is not None
-            chain.append(self._reduction(kind, step, region, current, scale, accumulates=last))
+            chain.append(replace(self._reduction(kind, step, region, current, scale), accumulates=last))
         return runnable(self.shards.placed.layout).bind(route, chain)
 
     def _reduction(
@@ -270,7 +270,6 @@ class Binding:
         out: Tensor,
         scale: float,
         *,
-        accumulates: bool = False,
         staged: bool = False,
     ) -> Step:
         """A step over one axis, through staging memory if its wire's dtype is not that of `region`, or if `staged`."""
@@ -294,15 +293,7 @@ class Binding:
             call = partial(all_reduce, sent, group, form, **options)
         else:
             call = partial(all_gather, sent, group, reduced=True)
-        return Step(
-            operation=operation,
-            groups=(group,),
-            lane=lane,
-            call=call,
-            before=before,
-            after=after,
-            accumulates=accumulates,
-        )
+        return Step(operation=operation, groups=(group,), lane=lane, call=call, before=before, after=after)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -219,6 +219,29 @@ def test_plan_and_simulate_take_degrees(zeromesh: Any, tmp_path: Path) -> None:
     assert code == 2
 
 
+def test_the_answer_says_what_two_blocks_ahead_take(zeromesh: Any) -> None:
+    """Where parameters are gathered over two axes, which then work at once."""
+    once = [
+        "simulate",
+        "--model",
+        "llama-7b",
+        "--cluster",
+        "b200-8x-efa",
+        "--world",
+        "64",
+        "--seq-len",
+        "4096",
+        "--global-batch-tokens",
+        "262144",
+    ]
+    _, one, _ = zeromesh(*once, "--strategy", "node=3,cluster=3")
+    _, two, _ = zeromesh(*once, "--strategy", "node=3,cluster=3;prefetch=2", "--json")
+    assert f"(;prefetch=2) the step would take {json.loads(two)['step_s']:.4g} s" in " ".join(one.split())
+    for strategy in ("node=3,cluster=1", "node=3,cluster=3;prefetch=2"):
+        _, answer, _ = zeromesh(*once, "--strategy", strategy)
+        assert "would take" in answer and "ahead" not in answer
+
+
 def test_kernels_change_the_step_and_the_answer_says_what_compiled_ones_take(zeromesh: Any) -> None:
     once = ["simulate", *SMALL, "--strategy", "zero3", "--activation-checkpointing", "none"]
     _, eager, _ = zeromesh(*once)
