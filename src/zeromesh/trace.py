@@ -72,6 +72,15 @@ class Lines(list[LineT]):
         return f"<table><tr><th>{'</th><th>'.join(heads)}</th></tr>{body}</table>"
 
 
+GATHER_BACK = "reduce all_gather"
+"""Name of the transfers that gather a sum which was scattered."""
+
+
+def row_of(kind: str, name: str, axis: str) -> str:
+    """The row of the timeline for a transfer of a kind; those that gather sums run beside the reductions."""
+    return f"{'gather' if name == GATHER_BACK else kind}/{axis}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """One interval on one resource; times are since the step began."""

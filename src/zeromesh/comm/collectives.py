@@ -53,7 +53,6 @@ def all_gather(
     group: AxisGroup,
     form: WireFormat | None = None,
     *,
-    reduced: bool = False,
     workspace: Tensor | None = None,
     generator: torch.Generator | None = None,
     keep: Tensor | None = None,
@@ -61,12 +60,11 @@ def all_gather(
     """Fills `region`, of which this rank's chunk is filled, with every rank's: [Note: Arguments].
 
     Args:
-        reduced: whether it follows a reduction, in the order of the reductions' communicator.
         keep: of a quantised wire, room for all messages, `group.size * form.message_bytes(chunk)` bytes, which
             `restore_kept` reads.
     """
     if form is None:
-        _all_gather(region, group, group.reduce if reduced else group.gather, "all_gather")
+        _all_gather(region, group, group.gather, "all_gather")
     else:
         from zeromesh.comm.quantised import gather_coded  # a quantised wire is asked for by name
 

@@ -68,7 +68,7 @@ def make_groups(
         axes: each a dimension of the mesh or a part of one.
         timeout_s: after which a collective fails; None for that of the default process group.
         registered: whether they will send registered memory.
-        beside: names of axes that lend their communicators to one that gathers beside its reductions.
+        beside: names of axes whose communicators gather beside reductions, though they do not shard parameters.
 
     Raises:
         MeshError: this rank is not in the mesh, or an axis does not fit its dimension.

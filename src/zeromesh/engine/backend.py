@@ -220,13 +220,13 @@ class DeviceBackend:
         # Whether parameters are swapped back as their unit's own forward returns; else as the outermost returns.
         self._closes = any(layout.gathers for layout in self.layouts)
         refreshed = [(b, b.placed.routes["refresh"]) for u in self.units for b in u.buffers]
-        down = [(b, self.names.lane("refresh", route.steps[0].axis.name)) for b, route in refreshed if route.down]
+        down = [(b, self.names.lane("gather", route.steps[0].axis.name)) for b, route in refreshed if route.down]
         self._landing = tuple(dict.fromkeys([*COPIES, *(lane for _, lane in down)]))
         self.rewrites = any(b.master_in_params for b, _ in down)  # parameters come down onto masters inside them
 
     def _bind(self, unit: UnitShards) -> UnitChains:
         bound = [Binding(buffer, self.groups, self.names, self.scratch, self.host) for buffer in unit.buffers]
-        gathered, lane = [each for each in bound if each.shards.gathered], self.names.lane("refresh")
+        gathered, lane = [each for each in bound if each.shards.gathered], self.names.lane("gather")
         return UnitChains(
             unshard=by_lane((each.unshard(from_kept=False) for each in gathered), lane),
             unshard_kept=by_lane((each.unshard(from_kept=True) for each in gathered), lane),

@@ -132,7 +132,10 @@ def build_engine(
         groups, lent = groups_of(homes, register=register)
     else:
         mesh, axes = homes[""].mesh, homes[""].layout.axes
-        groups, lent = {} if mesh is None else make_groups(mesh, axes, registered=register), dict[str, str]()
+        beside = {axis.name for axis in homes[""].layout.scattered_replicas}
+        groups, lent = {}, {}
+        if mesh is not None:
+            groups = make_groups(mesh, axes, registered=register, beside=beside)
     schedule = Schedule.of(
         homes[""].layout,
         units,

@@ -86,8 +86,8 @@ class Binding:
     scratch: Mapping[str, Scratch]  # by lane
     host: HostLink | None  # where anything lies in its memory
 
-    def _lane(self, kind: RouteKind, step: Transfer) -> tuple[str, Scratch]:
-        name = self.lanes.lane(kind, step.axis.name)
+    def _lane(self, step: Transfer) -> tuple[str, Scratch]:
+        name = self.lanes.lane(step.direction, step.axis.name)
         return name, self.scratch[name]
 
     @property
@@ -99,7 +99,7 @@ class Binding:
         """Gathers `params` (or `kept`) into `full`, filling `kept` on the way."""
         shards, placed = self.shards, self.shards.placed
         route, own = placed.routes["unshard"], shards.full[shards.param_range]
-        gathers = partial(self._gathers, "unshard", destination=shards.full, held=slice(0, shards.padded))
+        gathers = partial(self._gathers, destination=shards.full, held=slice(0, shards.padded))
         kept_step = next((step for step in route.steps if step.axis is placed.kept_axis), None)
         if shards.kept is None or kept_step is None:
             return self._brought(shards.params, own, route, gathers)
@@ -114,7 +114,7 @@ class Binding:
 
         # The messages give back the part of `full` that the gather over the kept axis filled.
         assert kept_step.form is not None
-        group, (lane, scratch) = self.groups[kept_step.axis.name], self._lane("unshard", kept_step)
+        group, (lane, scratch) = self.groups[kept_step.axis.name], self._lane(kept_step)
         restore = partial(restore_kept, shards.kept, region, group, kept_step.form, workspace=scratch.workspace)
         return (Step(lane=lane, call=restore), *gathers(placed.from_kept, region))
 
@@ -134,9 +134,9 @@ class Binding:
             if compute is not None and not _same(compute, source):
                 cast, source = (compute, source), compute
             if route.down:
-                _, scratch = self._lane("refresh", route.steps[0])
+                _, scratch = self._lane(route.steps[0])
                 destination = scratch.region(route.passing, params.dtype)
-        gathers = partial(self._gathers, "refresh", destination=destination, held=held)
+        gathers = partial(self._gathers, destination=destination, held=held)
         chain = self._brought(source, inside(destination, held, shards.state_range), route, gathers, cast)
         return (*chain, self._link.step("down", params, destination, aside=False)) if route.down else chain
 
@@ -151,7 +151,6 @@ class Binding:
 
     def _gathers(
         self,
-        kind: RouteKind,
         route: Route,
         source: Tensor,
         *,
@@ -168,7 +167,7 @@ class Binding:
 
         chain, current, end = list[Step](), sent(source), sent(destination)
         for step in route.steps:
-            lane, scratch = self._lane(kind, step)
+            lane, scratch = self._lane(step)
             region, keep = sent(inside(destination, held, placed.region(step, self.shards.coordinates))), None
             if kept is not None and step.axis is placed.kept_axis:
                 region, keep = (region, kept) if placed.keeps_messages else (sent(kept), None)
@@ -203,7 +202,7 @@ class Binding:
             ends = cut[: shards.padded], cut[-shards.padded :]
             free = next((end for end in ends if _apart(end, out)), None)
             region = ends[0] if free is None else free
-            sent = self._reduction("boundary", late[0], region, out, scales[len(early)], staged=free is None)
+            sent = self._reduction(late[0], region, out, scales[len(early)], staged=free is None)
             alone, boundary_alone = shards.destinations_in(region), (sent, *boundary[1:])
         chains = {"micro": micro, "boundary": boundary, "boundary_alone": boundary_alone, **self._grad_copies(grads)}
         lane = self.lanes.lane("reduce")
@@ -259,12 +258,11 @@ class Binding:
             last = into is not None and step is route.steps[-1]
             current = into if last else current
             assert current is not None
-            chain.append(replace(self._reduction(kind, step, region, current, scale), accumulates=last))
+            chain.append(replace(self._reduction(step, region, current, scale), accumulates=last))
         return runnable(self.shards.placed.layout).bind(route, chain)
 
     def _reduction(
         self,
-        kind: RouteKind,
         step: Transfer,
         region: Tensor,
         out: Tensor,
@@ -273,7 +271,7 @@ class Binding:
         staged: bool = False,
     ) -> Step:
         """A step over one axis, through staging memory if its wire's dtype is not that of `region`, or if `staged`."""
-        shards, group, (lane, scratch) = self.shards, self.groups[step.axis.name], self._lane(kind, step)
+        shards, group, (lane, scratch) = self.shards, self.groups[step.axis.name], self._lane(step)
         wire, operation, form = DTYPES.get(step.wire, region.dtype), step.operation, step.form
         sent = scratch.region(step.numel, wire) if staged or wire != region.dtype else region
         before, after = (None, None) if sent is region else ((sent, region), (out, sent))
@@ -292,7 +290,7 @@ class Binding:
         elif operation == "all_reduce":
             call = partial(all_reduce, sent, group, form, **options)
         else:
-            call = partial(all_gather, sent, group, reduced=True)
+            call = partial(all_gather, sent, group)
         return Step(operation=operation, groups=(group,), lane=lane, call=call, before=before, after=after)
 
 

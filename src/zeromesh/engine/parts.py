@@ -208,6 +208,7 @@ def groups_of(homes: Mapping[str, Home], *, register: bool) -> tuple[dict[str, A
     lent = _agreed(lent_axes(layouts, line), layouts, homes[""].control)
     sharded = {axis.name for layout in layouts for axis in layout.param_axes}
     beside = {lender for borrower, lender in lent.items() if borrower in sharded}
+    beside |= {lent.get(axis.name, axis.name) for layout in layouts for axis in layout.scattered_replicas}
     found = dict[str, AxisGroup]()
     for home in homes.values():
         if home.mesh is not None:

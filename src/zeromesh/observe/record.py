@@ -38,7 +38,7 @@ from zeromesh.engine.optim import by_engine
 from zeromesh.schedule.program import PointKind
 from zeromesh.schedule.transfer import COPIES
 from zeromesh.strategy.stage import HOST
-from zeromesh.trace import Event, Trace
+from zeromesh.trace import Event, Trace, row_of
 
 
 class record_trace:  # used as a function that is also a context
@@ -291,11 +291,11 @@ class _Recorder:
 
     def communicated(self, step: _Timed, start: Any, sent_bytes: int) -> None:
         end: Any = self.clock.mark()
-        row = self.lane.name if self.lane.name in COPIES else step.name.partition(" ")[0]
+        kind = self.lane.name if self.lane.name in COPIES else step.name.partition(" ")[0]
         event = Event(
             name=step.name,
             kind="communicate",
-            resource=f"{row}/{step.axis}",
+            resource=row_of(kind, step.name, step.axis),
             start_s=start,
             end_s=end,
             unit=step.unit,

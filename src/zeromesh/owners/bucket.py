@@ -28,7 +28,7 @@ from zeromesh.engine.param import ShardedParameter
 from zeromesh.owners.stacks import Stacking, step_on_stacks
 from zeromesh.pieces.passage import Hop, Part
 from zeromesh.schedule.bucket import BucketSteps
-from zeromesh.schedule.transfer import RouteKind
+from zeromesh.schedule.transfer import Direction
 
 AxisJob = tuple[str, Job]
 """The name of an axis, and a job over it."""
@@ -252,12 +252,12 @@ class WholeSteps:
         for unit in self._backend.units:
             unit.take_fresh()  # masters change on the host
         bucket.step()
-        return self._along(bucket.give_back(), "refresh", "give back whole tensors")
+        return self._along(bucket.give_back(), "gather", "give back whole tensors")
 
-    def _along(self, jobs: Sequence[AxisJob], kind: RouteKind, label: str) -> Ticket | None:
+    def _along(self, jobs: Sequence[AxisJob], direction: Direction, label: str) -> Ticket | None:
         ticket = None
         for axis, job in jobs:
-            lane = self._backend.lanes[self._backend.names.lane(kind, axis)]
+            lane = self._backend.lanes[self._backend.names.lane(direction, axis)]
             ticket = lane.submit(job, label, after=ticket)
         return ticket
 

@@ -7,9 +7,9 @@ adds. Where units are small enough to be joined, each takes its share of one tra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from math import ceil
 from operator import itemgetter
@@ -306,37 +306,41 @@ class Bounds:
             most += max((cost.memory_s / cost.transfer_s for cost in costs if cost.transfer_s), default=0.0)
         return most
 
-    def _parts(self, block: Block) -> Iterator[tuple[int, Stage, Integers, Integers]]:
-        """Each part with its size and the pieces into which more significant axes have cut its region."""
+    def _parts(self, block: Block) -> Iterator[tuple[int, Stage, bool, Integers, Integers]]:
+        """Each part with its size and the pieces into which more significant axes have cut its region; and whether it
+        is a replicated one that scatters and gathers, in two lanes."""
         pieces = np.ones(len(block), dtype=np.int64)
         for tier in _TIERS:
             for level, sizes in enumerate(block.sizes):
                 for stage in tier:
                     part = sizes[STAGES.index(stage)]
                     if (part > 1).any():
-                        yield level, stage, part, pieces
+                        yield level, stage, False, part, pieces
                         pieces = pieces * part
         by_level = self._sums_by_level(block)
         for level, sizes in enumerate(block.sizes):
-            if (sizes[-1] > 1).any():
-                yield level, Stage.ZERO, sizes[-1], pieces
-                pieces = pieces * np.where(by_level, sizes[-1], 1)
+            inner = by_level & np.any([other[-1] > 1 for other in block.sizes[level + 1 :]], axis=0)
+            for halves in (True, False):
+                part = np.where(inner == halves, sizes[-1], 1)
+                if (part > 1).any():
+                    yield level, Stage.ZERO, halves, part, pieces
+            pieces = pieces * np.where(by_level, sizes[-1], 1)
 
     def _by_level(self, block: Block, experts: bool) -> Iterator[tuple[int, Floats, Integers]]:
         """Each level with the rows of its parts together, a column for each way to cut it, and the column of each
         layout: many layouts differ on other levels only."""
         count = len(divisors(self.cluster.world))  # of numbers of pieces
         for level, parts in groupby(sorted(self._parts(block), key=itemgetter(0)), key=itemgetter(0)):
-            of_stages: list[tuple[Stage, Integers]] = []
+            of_stages: list[tuple[Stage, bool, Integers]] = []
             columns = first = np.zeros(len(block), dtype=np.int64)
-            for _, stage, sizes, pieces in parts:
+            for _, stage, halves, sizes, pieces in parts:
                 places = self._size_position[level][sizes] * count + self._piece_position[pieces]
                 places[sizes == 1] = 0  # which sends nothing, whatever its pieces
-                of_stages.append((stage, places))
+                of_stages.append((stage, halves, places))
                 columns, first = _distinct(columns * (count * len(divisors(self.cluster.levels[level].size))) + places)
             found = np.zeros((len(Row), len(first)))
-            for stage, places in of_stages:
-                part = self._columns(level, stage, experts, places[first])
+            for stage, halves, places in of_stages:
+                part = self._columns(level, stage, halves, experts, places[first])
                 found[:LANE_ROWS] = self._met(found[:LANE_ROWS], part[:LANE_ROWS])
                 found[LANE_ROWS : Row.ADDING] += part[LANE_ROWS : Row.ADDING]
                 found[Row.ADDING] = np.maximum(found[Row.ADDING], part[Row.ADDING])
@@ -362,16 +366,16 @@ class Bounds:
     def _size_position(self) -> list[Integers]:
         return [_positions(divisors(level.size)) for level in self.cluster.levels]
 
-    def _columns(self, level: int, stage: Stage, experts: bool, places: Integers) -> Floats:
+    def _columns(self, level: int, stage: Stage, halves: bool, experts: bool, places: Integers) -> Floats:
         """Columns of a table by places: size of a part, then pieces of its region."""
         sizes, pieces = divisors(self.cluster.levels[level].size), divisors(self.cluster.world)
-        table = self.known.tables.setdefault((*self._sent[experts], level, stage), {0: [0.0] * len(Row)})
+        table = self.known.tables.setdefault((*self._sent[experts], level, stage, halves), {0: [0.0] * len(Row)})
         columns, first = _distinct(places)
         wanted = places[first].tolist()
         for place in wanted:
             if place not in table:
                 axis = self._axis(level, stage, sizes[place // len(pieces)])
-                table[place] = self._part(axis, pieces[place % len(pieces)], experts)
+                table[place] = self._part(axis, pieces[place % len(pieces)], experts, halves=halves)
         return np.array([table[place] for place in wanted]).reshape(-1, len(Row)).T.take(columns, axis=1)
 
     @cached_property
@@ -383,7 +387,7 @@ class Bounds:
             for part, numels in self.elements.by_unit.items()
         }
 
-    def _part(self, axis: Axis, pieces: int, experts: bool) -> list[float]:
+    def _part(self, axis: Axis, pieces: int, experts: bool, *, halves: bool) -> list[float]:
         """One column of a table."""
         row = [0.0] * len(Row)
         entered, trainable = self._entered, self.elements.total[experts][1]
@@ -394,11 +398,12 @@ class Bounds:
             shared = self.joins or (self._with_root and (unit is entered or is_root))
             for operation, per_micro in operations(axis.stage):
                 gather = operation == "all_gather"
-                seconds, busy, memory = self._cost(axis, operation, numels, pieces, frozen=gather and per_micro)
+                transfer = partial(self._transfer, axis, operation, pieces, halves)
+                seconds, busy, memory = self._cost(transfer, numels, frozen=gather and per_micro)
                 together = numels[0], seconds
                 if shared and not axis.stage.shards_params and trainable:
                     # With whatever the unit is joined, its share is no less than that of a transfer of all.
-                    whole = self._transfer(axis, operation, trainable, pieces)
+                    whole = transfer(trainable)
                     seconds, busy, memory = (numels[0] / trainable * each for each in whole)
                     together = trainable, whole[0]
                 times = gathers if gather and per_micro else unit.count
@@ -458,27 +463,30 @@ class Bounds:
         return Axis(name=name, mesh_axis=name, size=size, stride=1, stage=stage, wire=wire)
 
     def _cost(
-        self, axis: Axis, operation: Operation, numels: tuple[int, int], pieces: int, *, frozen: bool
+        self, transfer: Callable[[int], tuple[float, float, float]], numels: tuple[int, int], *, frozen: bool
     ) -> tuple[float, float, float]:
         """Seconds of one transfer of a unit's trainable and frozen elements, of its links, and of memory."""
         trainable, rest = numels
         sent = [numel for numel in (trainable, rest if frozen else 0) if numel]
-        found = [self._transfer(axis, operation, numel, pieces) for numel in sent]
+        found = [transfer(numel) for numel in sent]
         seconds, busy, memory = (sum(each) for each in zip((0.0, 0.0, 0.0), *found, strict=True))
         return seconds, busy, memory
 
-    def _transfer(self, axis: Axis, operation: Operation, numel: int, pieces: int) -> tuple[float, float, float]:
+    def _transfer(
+        self, axis: Axis, operation: Operation, pieces: int, halves: bool, numel: int
+    ) -> tuple[float, float, float]:
+        """Seconds of a transfer, of its links, and of memory; in `halves`, of the longer one."""
         default = self.workload.param_dtype if operation == "all_gather" else self.workload.wire_dtype
         wire = (axis.wire.param if operation == "all_gather" else axis.wire.grad) or default
         numel = ceil(numel / pieces)
         found = [self._seconds(Transfer(operation=operation, axis=axis, numel=numel, wire=wire))]
         if operation == "all_reduce":
-            halves: tuple[Operation, Operation] = ("reduce_scatter", "all_gather")
-            parts = [self._seconds(Transfer(operation=half, axis=axis, numel=numel, wire=wire)) for half in halves]
+            two: tuple[Operation, Operation] = ("reduce_scatter", "all_gather")
+            parts = [self._seconds(Transfer(operation=half, axis=axis, numel=numel, wire=wire)) for half in two]
             # Inside of another replicated level it is these two, whose measured rates may be others.
             found.append(tuple(sum(both) for both in zip(*parts, strict=True)))
         seconds, busy, memory = (min(each) for each in zip(*found, strict=True))
-        return seconds, busy, memory
+        return max(each for each, *_ in parts) if halves and not self.mechanics.queues else seconds, busy, memory
 
     def _seconds(self, transfer: Transfer) -> tuple[float, ...]:
         """Seconds of a transfer, of its links, and of memory."""

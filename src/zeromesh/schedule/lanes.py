@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from zeromesh.schedule.buffer_layout import BufferLayout, Route
-from zeromesh.schedule.transfer import DIRECTIONS, GATHERS, Direction, RouteKind
+from zeromesh.schedule.transfer import GATHERS, Direction, RouteKind
 from zeromesh.strategy import Axis, Layout
 
 T = TypeVar("T")
@@ -33,27 +33,25 @@ class Lanes:
         sharing = dict[tuple[Direction, str], dict[str, None]]()  # axes of one lane, by each of them
         for buffer in placed:
             for kind, route in buffer.routes.items():
-                direction = DIRECTIONS[kind]
-                own = {step.axis.name: lent.get(step.axis.name, step.axis.name) for step in route.steps}
-                shared = dict[str, None]()
-                for axis, line in own.items():
-                    lines[direction, axis] = line
-                    shared |= sharing.setdefault((direction, line), {line: None})
-                if buffer.layout.collective.pairs or _passes_on(kind, route):
-                    sharing |= {(direction, line): shared for line in shared}
+                together = buffer.layout.collective.pairs or _passes_on(kind, route)
+                shared: dict[Direction, dict[str, None]] = {"gather": {}, "reduce": {}}
+                for step in route.steps:
+                    line = lines[step.direction, step.axis.name] = lent.get(step.axis.name, step.axis.name)
+                    shared[step.direction] |= sharing.setdefault((step.direction, line), {line: None})
+                for direction, names in shared.items() if together else ():
+                    sharing |= {(direction, line): names for line in names}
         return cls({key: f"{key[0]}/{'+'.join(sharing[key[0], line])}" for key, line in lines.items()})
 
-    def lane(self, kind: RouteKind, axis: str = "") -> str:
+    def lane(self, direction: Direction, axis: str = "") -> str:
         """The name of the lane for transfers over an axis. Jobs over none, and over axes beyond the layouts, whose
         communicators nothing else uses, have any of their direction."""
-        direction = DIRECTIONS[kind]
         others = (lane for (way, _), lane in self.of_axis.items() if way == direction)
         return self.of_axis.get((direction, axis)) or next(others, direction)
 
     @property
     def names(self) -> tuple[str, ...]:
         """All but the lanes of copies."""
-        return tuple(dict.fromkeys([self.lane("refresh"), self.lane("reduce"), *self.of_axis.values()]))
+        return tuple(dict.fromkeys([self.lane("gather"), self.lane("reduce"), *self.of_axis.values()]))
 
 
 def _passes_on(kind: RouteKind, route: Route) -> bool:

@@ -91,7 +91,7 @@ class MemoryPlan:
         for buffer in each.values():
             for kind, route in buffer.routes.items():
                 for step in route.steps:
-                    lane = lanes.lane(kind, step.axis.name)
+                    lane = lanes.lane(step.direction, step.axis.name)
                     staging[lane] = max(staging[lane], route.staging_bytes(step))
                     workspace[lane] = max(workspace[lane], _workspace_bytes(step, messages, triton))
                 if route.passing and not route.steps:

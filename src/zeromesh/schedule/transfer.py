@@ -18,7 +18,8 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Copying = Literal["up", "down"]
 """To the device, and to its host."""
 
-Direction = Literal["gather", "reduce", "up", "down"]
+Direction = Literal["gather", "reduce"]
+"""An axis has a communicator for each."""
 
 RouteKind = Literal["refresh", "unshard", "reduce", "boundary", "up", "down"]
 """Kinds of transfers: updated parameters to the parameter shard; parameters into a slot; a micro-batch's gradients into
@@ -30,13 +31,6 @@ HOST_AXIS = Axis(name=HOST, mesh_axis=HOST, size=1, stride=0, stage=Stage.ZERO, 
 GATHERS: tuple[RouteKind, ...] = ("refresh", "unshard")
 REDUCTIONS: tuple[RouteKind, ...] = ("reduce", "boundary")
 COPIES: tuple[Copying, ...] = ("up", "down")
-DIRECTIONS: dict[RouteKind, Direction] = {
-    **dict.fromkeys(GATHERS, "gather"),
-    **dict.fromkeys(REDUCTIONS, "reduce"),
-    "up": "up",
-    "down": "down",
-}
-"""In which direction each kind goes: an axis has a communicator for gathers and one for reductions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +50,10 @@ class Transfer:
     def line(self) -> str:
         """Whose bytes it sends: its axis, or one direction of the link to the host."""
         return f"{HOST} {self.operation}" if self.operation in COPIES else self.axis.name
+
+    @property
+    def direction(self) -> Direction:
+        return "gather" if self.operation == "all_gather" else "reduce"
 
     @property
     def form(self) -> WireFormat | None:

@@ -15,11 +15,12 @@ from zeromesh.schedule.bucket import Shipment
 from zeromesh.schedule.buffer_layout import BufferLayout, Route
 from zeromesh.schedule.lanes import in_lanes, side_by_side
 from zeromesh.schedule.program import Schedule
-from zeromesh.schedule.transfer import COPIES, Copying, RouteKind, Transfer, wire_bytes
+from zeromesh.schedule.transfer import COPIES, GATHERS, Copying, RouteKind, Transfer, wire_bytes
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import Work
 from zeromesh.strategy import Axis, Collective
 from zeromesh.strategy.stage import HOST
+from zeromesh.trace import GATHER_BACK
 from zeromesh.wires import coded
 
 ByLane = tuple[tuple[str, tuple[Work, ...]], ...]
@@ -43,15 +44,15 @@ class Chains:
             own: RouteKind = "unshard" if kind == "from_kept" else kind
 
             def lane(work: Work) -> str:
-                return self.lane(own, work.axes[0])
+                return self.lane(own, work.axes[0], back=work.name == GATHER_BACK)
 
             parts = side_by_side(in_lanes(self._build(kind, buffer), lane, "") for buffer in placed)
             self._built[key] = tuple((name, tuple(works)) for name, works in parts)
         return self._built[key]
 
-    def lane(self, kind: RouteKind, axis: str = "") -> str:
-        """The lane of a transfer of a kind over an axis."""
-        return self.mechanics.lane(kind, self.schedule.lanes, axis)
+    def lane(self, kind: RouteKind, axis: str, *, back: bool = False) -> str:
+        """The lane of a transfer of a kind over an axis; `back`: it gathers a sum that was scattered."""
+        return self.mechanics.lane(kind, "gather" if back or kind in GATHERS else "reduce", axis, self.schedule.lanes)
 
     def copied(self, kind: str, steps: Iterable[Transfer | None]) -> dict[Copying, ByLane]:
         """Those of `steps` that are copies to and from the host, by direction; `kind` is that of their chain."""
@@ -62,7 +63,8 @@ class Chains:
                 seconds = step.sent_bytes / self.model.constants.host_copy_bytes_per_s
                 work = Work(f"{kind} {operation}", (HOST,), CollectiveCost(seconds=seconds), (float(step.sent_bytes),))
                 found[operation] = (*found[operation], work)
-        return {way: ((self.lane(way), works),) if works else () for way, works in found.items()}
+        queues = dict(self.mechanics.queues)
+        return {way: ((queues.get(way, way), works),) if works else () for way, works in found.items()}
 
     def shipped(self, kind: RouteKind, shipments: Sequence[Shipment]) -> ByLane:
         """The work of sending to the owners of whole tensors, or back, in the lanes of a kind."""

@@ -22,7 +22,7 @@ from zeromesh.simulator.chains import ByLane, Chains
 from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import InLane, Job, Network, Work
 from zeromesh.strategy.stage import HOST
-from zeromesh.trace import Event, Kind
+from zeromesh.trace import Event, Kind, row_of
 
 Signature = tuple[float, list[InLane]]
 """How far the host is ahead, and all that is in flight."""
@@ -298,7 +298,7 @@ class ClockBackend:
             event = Event(
                 name=work.name,
                 kind="communicate",
-                resource=f"{job.lane if job.lane in COPIES else job.kind}/{axis}",
+                resource=row_of(job.lane if job.lane in COPIES else job.kind, work.name, axis),
                 start_s=start,
                 end_s=end,
                 unit=self.unit_names[job.unit] if job.unit >= 0 else None,

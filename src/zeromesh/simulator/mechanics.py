@@ -27,7 +27,7 @@ from typing import Literal
 from zeromesh.errors import ConfigError, InputError, nearest
 from zeromesh.model.spec import ModelSpec
 from zeromesh.schedule.lanes import Lanes
-from zeromesh.schedule.transfer import DIRECTIONS, RouteKind
+from zeromesh.schedule.transfer import COPIES, GATHERS, REDUCTIONS, Direction, RouteKind
 from zeromesh.schedule.unit import BUCKET_BYTES
 from zeromesh.strategy import Strategy
 
@@ -72,9 +72,9 @@ class Mechanics:
                 f"{', '.join(sorted(others))}: name an engine that has it, {', '.join(have)}"
             )
 
-    def lane(self, kind: RouteKind, lanes: Lanes, axis: str = "") -> str:
-        """The lane that work of `kind` waits in, over an axis: one of the schedule's `lanes` or of the engine's own."""
-        return dict(self.queues).get(kind) or lanes.lane(kind, axis)
+    def lane(self, kind: RouteKind, direction: Direction, axis: str, lanes: Lanes) -> str:
+        """The lane that work of `kind` waits in: that of its axis, one of the schedule's `lanes`, or a queue."""
+        return dict(self.queues).get(kind) or lanes.lane(direction, axis)
 
     def adds(self, messages: bool) -> bool:
         """Whether a kernel of its own adds a reduce-scatter's result to the accumulated gradient: a backend's own
@@ -86,8 +86,9 @@ class Mechanics:
         return replace(strategy, collective="flat") if self.joint and strategy.collective == "auto" else strategy
 
 
-_ONE_QUEUE: tuple[tuple[RouteKind, str], ...] = tuple((kind, "all") for kind in DIRECTIONS)
-_ONE_FOR_REDUCTIONS = tuple((kind, "reduce" if kind == "boundary" else kind) for kind in DIRECTIONS)
+_KINDS: tuple[RouteKind, ...] = (*GATHERS, *REDUCTIONS, *COPIES)
+_ONE_QUEUE = tuple((kind, "all") for kind in _KINDS)
+_ONE_FOR_REDUCTIONS = tuple((kind, "reduce" if kind == "boundary" else kind) for kind in _KINDS)
 
 ENGINES: dict[str, Mechanics] = {
     "zeromesh": Mechanics(name="zeromesh", collects=True, workspace=True, bucket_bytes=BUCKET_BYTES, windowed=True),

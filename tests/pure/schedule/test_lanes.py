@@ -19,7 +19,8 @@ APART = {"gather/node", "gather/cluster", "reduce/node", "reduce/cluster"}
     [
         ("node=3,cluster=1", APART),
         ("node=1,cluster=1", APART),
-        ("node=0,cluster=0", {"gather", "reduce/node", "reduce/cluster"}),
+        ("node=0,cluster=0;collective=flat", {"gather", "reduce/node", "reduce/cluster"}),
+        ("node=0,cluster=0", {"gather/node", "reduce/node", "reduce/cluster"}),  # what was scattered is gathered
         (
             "node[2]=3,node[2]=1,cluster=0",
             {"gather/node[2]", "gather/node[2]#2", "reduce/node[2]", "reduce/node[2]#2", "reduce/cluster"},
@@ -34,7 +35,7 @@ APART = {"gather/node", "gather/cluster", "reduce/node", "reduce/cluster"}
 def test_lanes_of_a_layout(strategy: str, expected: set[str]) -> None:
     schedule = Schedule.of(Layout.of(strategy, MESH), units(DENSE))
     assert {*schedule.lanes.names} == expected
-    assert schedule.lanes.lane("reduce", "beyond") in expected and schedule.lanes.lane("up") == "up"
+    assert schedule.lanes.lane("reduce", "beyond") in expected and schedule.lanes.lane("gather") in expected
     assert {*schedule.memory.workspace} == expected
 
 
@@ -48,9 +49,9 @@ def test_a_communicator_has_one_lane_whoever_uses_it() -> None:
         lent = lent_axes(layouts.values(), lambda _, axis: axis.mesh_axis)
         assert lent == {"experts:node": "node", "experts:cluster": "cluster"}
         schedule = Schedule.of(layouts.pop(""), units(DENSE, SPARSE), parts=layouts, lent=lent)
-        assert schedule.lanes.lane("refresh", "cluster") == schedule.lanes.lane("unshard", "experts:cluster")
-        assert schedule.lanes.lane("unshard", "node") == schedule.lanes.lane("unshard", "experts:node")
-        assert (schedule.lanes.lane("unshard", "node") == schedule.lanes.lane("refresh", "cluster")) == joined
+        assert schedule.lanes.lane("gather", "cluster") == schedule.lanes.lane("gather", "experts:cluster")
+        assert schedule.lanes.lane("gather", "node") == schedule.lanes.lane("gather", "experts:node")
+        assert (schedule.lanes.lane("gather", "node") == schedule.lanes.lane("gather", "cluster")) == joined
 
 
 def test_chains_are_cut_up_by_lane_and_run_side_by_side() -> None:

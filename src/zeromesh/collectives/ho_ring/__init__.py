@@ -59,22 +59,21 @@ class HoRing(ByLevel):
 
     def _join(self, first: Step, second: Step) -> Step:
         assert first.call is not None and second.call is not None
-        options = second.call.keywords
         if first.operation == "all_gather":
             axes = (*second.groups, *first.groups)
-            call = partial(self.all_gather, second.call.args[0], *axes, reduced=options.get("reduced", False))
+            call = partial(self.all_gather, second.call.args[0], *axes)
         else:
+            options = second.call.keywords
             axes, scales = (*first.groups, *second.groups), (first.call.keywords["scale"], options["scale"])
             rest = {"workspace": options["workspace"], "scales": scales, "accumulate": False}
             call = partial(self.reduce_scatter, first.call.args[0], second.call.args[1], *axes, **rest)
         return replace(second, groups=axes, call=call, before=first.before)
 
-    def all_gather(self, region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool) -> None:
-        """Fills the flat, contiguous `region`, of which this rank's shard is filled; `reduced` if it follows a
-        reduction, in the order of the reductions' communicators."""
+    def all_gather(self, region: Tensor, major: AxisGroup, minor: AxisGroup) -> None:
+        """Fills the flat, contiguous `region`, of which this rank's shard is filled."""
         from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather
 
-        ho_ring_all_gather(region, major, minor, reduced=reduced)
+        ho_ring_all_gather(region, major, minor)
 
     def reduce_scatter(self, region: Tensor, out: Tensor, major: AxisGroup, minor: AxisGroup, **options: Any) -> None:
         """Sums this rank's shard of all ranks' `region`, times both scales, into `out`, or adds it there.

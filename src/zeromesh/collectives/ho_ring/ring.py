@@ -32,12 +32,10 @@ LAG = 2
 
 
 @carried
-def ho_ring_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup, *, reduced: bool = False) -> None:
-    """Fills `region` ([Note: Two levels]), of which this rank's shard is filled, with every rank's; `reduced` if it
-    follows a reduction, in the order of the reductions' communicators. Raises CommunicationError if a peer died or
-    stalled, or issued something else."""
-    channels = (major.reduce, minor.reduce) if reduced else (major.gather, minor.gather)
-    grid = _Grid.of(region, major, minor, "all_gather", channels)
+def ho_ring_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup) -> None:
+    """Fills `region` ([Note: Two levels]), of which this rank's shard is filled, with every rank's. Raises
+    CommunicationError if a peer died or stalled, or issued something else."""
+    grid = _Grid.of(region, major, minor, "all_gather", (major.gather, minor.gather))
     numel = slice_bytes(grid.shards[0][0].nbytes) // region.element_size()
     _gather_along_ring(grid, numel)
     grid.finish()
