@@ -20,7 +20,7 @@ APART = {"gather/node", "gather/cluster", "reduce/node", "reduce/cluster"}
         ("node=3,cluster=1", APART),
         ("node=1,cluster=1", APART),
         ("node=0,cluster=0;collective=flat", {"gather", "reduce/node", "reduce/cluster"}),
-        ("node=0,cluster=0", {"gather/node", "reduce/node", "reduce/cluster"}),  # what was scattered is gathered
+        ("node=0,cluster=0", {"gather/node", "reduce/node", "reduce/cluster"}),  # sums are scattered and gathered
         (
             "node[2]=3,node[2]=1,cluster=0",
             {"gather/node[2]", "gather/node[2]#2", "reduce/node[2]", "reduce/node[2]#2", "reduce/cluster"},
