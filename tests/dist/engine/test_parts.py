@@ -38,11 +38,15 @@ def test_parts_on_the_same_mesh():
 
 @on_ranks(4)
 def test_a_lender_is_known_to_gather_beside_its_reductions():
-    """Its communicators then share no buffers."""
-    for other, expected in (("node=3d,cluster=0", {"node"}), ("node=1,cluster=0", set())):
+    """Its communicators then share no buffers. Sums of stage 0 over two axes are gathered beside others too."""
+    for own, other, expected in (
+        ("node=1,cluster=0", "node=3d,cluster=0", {"node"}),
+        ("node=1,cluster=0", "node=2,cluster=0", set()),
+        ("node=0,cluster=0", "node=1,cluster=0", {"node"}),
+    ):
         with (
             mock.patch.object(parts_module, "make_groups", side_effect=parts_module.make_groups) as made,
-            sharded(f"node=0,cluster=0 | *.up: {other}", CASE, mesh_of(2, 2)) as (model, _),
+            sharded(f"{own} | *.up: {other}", CASE, mesh_of(2, 2)) as (model, _),
         ):
             assert sum(group.lender is not None for group in engine_of(model).backend.groups.values()) == 2
         assert all(call.kwargs["beside"] == expected for call in made.call_args_list) and made.called
