@@ -87,7 +87,8 @@ def test_a_step_of_ones_own_on_1024_ranks():
     assert launches["compute"] > 20
     # In each of two micro-batches: a copy and a gather for the forward and, but for the last blocks, for the backward;
     # the backend's reduction and the sum onto earlier gradients.
-    assert launches["unshard"] == 8 and 4 < launches["reduce"] <= 8 and launches["refresh"] <= 2
+    # The boundary adds a cast, the reduction and a cast back.
+    assert (launches["unshard"], launches["reduce"]) == (8, 4 + 3) and launches["refresh"] <= 2
     assert not found.host_reads or all("zeromesh/engine/control.py" in read.where for read in found.host_reads)
     assert found.to_json()["memory"]["peak_at"] == str(memory.peak.place)
 

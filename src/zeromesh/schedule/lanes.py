@@ -9,7 +9,7 @@ over them at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -24,7 +24,8 @@ T = TypeVar("T")
 class Lanes:
     """[Note: Lanes]."""
 
-    of_axis: Mapping[tuple[Direction, str], str]  # the lane's name, by direction and name of an axis
+    # The lane's name, by direction and name of an axis.
+    of_axis: Mapping[tuple[Direction, str], str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, placed: Iterable[BufferLayout], lent: Mapping[str, str] = MappingProxyType({})) -> Lanes:

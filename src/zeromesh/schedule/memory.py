@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from zeromesh.schedule.buffer_layout import BufferLayout, Persistent, slot_bytes
 from zeromesh.schedule.lanes import Lanes
@@ -63,6 +64,7 @@ class MemoryPlan:
     persistent: tuple[tuple[Persistent, ...], ...]
     gather: SlotPlan = SlotPlan()
     reduce: SlotPlan = SlotPlan()
+    lanes: Lanes = field(default_factory=Lanes)
     # By lane: for the longest region that is cast around a wire, and beside the regions that collectives work on.
     staging: Mapping[str, int] = field(default_factory=dict)
     workspace: Mapping[str, int] = field(default_factory=dict)
@@ -76,17 +78,16 @@ class MemoryPlan:
         messages: bool | None = None,
         *,
         triton: bool = True,
-        lanes: Lanes | None = None,
+        lent: Mapping[str, str] = MappingProxyType({}),
     ) -> MemoryPlan:
-        """The plan of these buffers; the other arguments are those of `Schedule`, whose lanes share no communicators by
-        default."""
+        """The plan of these buffers; the other arguments are those of `Schedule.of`."""
         each = {id(buffer): buffer for unit in placed for buffer in unit}  # a model's blocks share theirs
 
         def by_unit(shards: Callable[[BufferLayout], Persistent]) -> tuple[tuple[Persistent, ...], ...]:
             found = {key: shards(buffer) for key, buffer in each.items()}
             return tuple(tuple(found[id(buffer)] for buffer in unit) for unit in placed)
 
-        lanes = lanes or Lanes.of(each.values())
+        lanes = Lanes.of(each.values(), lent)
         staging, workspace = dict.fromkeys(lanes.names, 0), dict.fromkeys(lanes.names, 0)
         for buffer in each.values():
             for kind, route in buffer.routes.items():
@@ -105,6 +106,7 @@ class MemoryPlan:
             gather=plan_gather_slots(placed, prefetch),
             # One more for each resident unit; of gradients that wait at all.
             reduce=_plan_slots(resident, [sum(map(slot_bytes, parts)) for parts in waiting], REDUCE_SLOTS),
+            lanes=lanes,
             staging=staging,
             workspace=workspace,
             host=cls(persistent=by_unit(lambda buffer: buffer.on_host)) if hosted else None,

@@ -109,7 +109,6 @@ class Schedule:
     placed: tuple[tuple[BufferLayout, ...], ...] = field(repr=False)
     order: tuple[int, ...]  # unit indices in the order of the forward
     memory: MemoryPlan
-    lanes: Lanes
     buckets: tuple[tuple[Bucket, ...], ...] = ()  # for each optimizer that steps on whole tensors
     beyond: tuple[Axis, ...] = ()  # axes beyond the layouts, which only whole tensors cross
     shards_params: bool = field(init=False)  # whether any layout does: all ranks then call all units in the same order
@@ -148,15 +147,13 @@ class Schedule:
             lent: axes that use the communicators of another, as `lent_axes` of `zeromesh.schedule.lanes` gives them.
         """
         placed = place(layout, units, parts)
-        lanes = Lanes.of({id(buffer): buffer for unit in placed for buffer in unit}.values(), lent)
         return cls(
             layout=layout,
             parts=parts,
             units=tuple(units),
             placed=placed,
             order=tuple(range(len(units))),
-            memory=MemoryPlan.of(placed, layout.strategy.prefetch, messages, triton=triton, lanes=lanes),
-            lanes=lanes,
+            memory=MemoryPlan.of(placed, layout.strategy.prefetch, messages, triton=triton, lent=lent),
         )
 
     def reordered(self, order: Sequence[int]) -> Schedule:
@@ -178,6 +175,10 @@ class Schedule:
 
     def resident(self, unit: int) -> bool:
         return self.units[unit].role is Role.RESIDENT
+
+    @property
+    def lanes(self) -> Lanes:
+        return self.memory.lanes
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

@@ -127,7 +127,7 @@ class ClockBackend:
         boundary = self.chains.chain("boundary", unit) if reduction.boundary else ()
         if boundary and not self.mechanics.overlap_boundary:
             first = self._submit("reduce", unit, micro, after)
-            works = tuple(work for _, works in boundary for work in works)
+            works = tuple(work for _, part in boundary for work in part)
             job = self._reducing[unit] = Job(works, unit, self.micro_batch, "reduce", first)
             self._deferred.append(job)
             return Reducing(job, job)
@@ -145,10 +145,10 @@ class ClockBackend:
     def wait(self, ticket: Job) -> None:
         if not ticket.lane:
             self._submit_deferred()
-        if ticket.after is not None:
-            self.wait(ticket.after)
         if ticket.done_s is not None:
             return
+        if ticket.after is not None:  # which is seen under its own name
+            self.wait(ticket.after)
         start = self.now_s
         self._watch, self._seen_exposed_s = (ticket.lane, start), 0.0
         self.network.wait_for(ticket)
@@ -260,8 +260,8 @@ class ClockBackend:
         copies = self.chains.copied(kind, (step for each in routes for step in (each.up, each.down)))
         up, down = copies["up"], copies["down"]
         if any(each.passing for each in routes):  # through memory of the lane
-            lane, works = chain[0][0], (works for _, works in (*up, *chain, *down))
-            return self._submit(kind, unit, ((lane, tuple(work for part in works for work in part)),), after)
+            works = tuple(work for _, part in (*up, *chain, *down) for work in part)
+            return self._submit(kind, unit, ((chain[0][0], works),), after)
         first = self._submit("up", unit, up, after)
         last = self._submit(kind, unit, chain, first or after) or first
         return self._submit("down", unit, down, last or after) or last or after

@@ -23,7 +23,6 @@ from zeromesh.engine.chain import Binding, Scratch
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.units import DTYPES, ParamInfo
 from zeromesh.schedule.buffer_layout import BufferLayout
-from zeromesh.schedule.lanes import Lanes
 from zeromesh.schedule.memory import MemoryPlan
 from zeromesh.schedule.unit import FlatBuffer
 from zeromesh.strategy import Layout
@@ -90,15 +89,15 @@ def launched(strategy: str, sizes: Sequence[int]) -> dict[str, int]:
         torch.zeros(placed.padded, dtype=DTYPES[placed.slot_dtype]) if layout.degree(layout.grad_axes) > 1 else None
     )
     shards.bind(torch.zeros(placed.padded, dtype=torch.bfloat16) if sharded else None, waiting)
-    lanes, plan = Lanes.of([placed]), MemoryPlan.of([[placed]], 1, messages=False)
+    plan = MemoryPlan.of([[placed]], 1, messages=False)
     scratch = {
         lane: Scratch(*(torch.zeros(n, dtype=torch.uint8) for n in (plan.staging[lane], plan.workspace[lane])))
-        for lane in lanes.names
+        for lane in plan.lanes.names
     }
     assert shards.grads is not None
     with counted() as launches:
         groups = {axis.name: group_of(axis.name, axis.size, coordinates, layout) for axis in layout.axes}
-        bound = Binding(shards, groups, lanes, scratch, None)
+        bound = Binding(shards, groups, plan.lanes, scratch, None)
         reduce = bound.reductions()
         micro, boundary = ([step for _, steps in part for step in steps] for part in (reduce.micro, reduce.boundary))
         gathers = bound.refresh() + (bound.unshard(from_kept=False) if sharded else ())

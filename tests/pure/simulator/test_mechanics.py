@@ -75,13 +75,14 @@ def test_a_strategys_collective_option_is_honoured():
     gathers_and_reductions = 2 * LLAMA.num_params * 63 / 64 * 3
     assert sum(sent.values()) == pytest.approx(gathers_and_reductions, rel=0.1)
     assert sent["cluster"] == pytest.approx(sum(sent.values()) / 8)
-    # (With three axes it leaves one in the lane of the other two, and may lose more than it gains.)
-    for strategy in ("node=3,cluster=3", "node=3,cluster=3k", "node=2,cluster=2"):
+    three = "node[4]=3,node[2]=2,cluster=2"
+    for strategy in ("node=3,cluster=3", "node=3,cluster=3k", "node=2,cluster=2", three):
         plain, ho_ring = (
             simulate(LLAMA, ON_CORES.take(64), strategy + option, WORK) for option in ("", ";collective=ho_ring")
         )
         assert [a.bytes_sent_per_device for a in ho_ring.axes] == [a.bytes_sent_per_device for a in plain.axes]
-        assert ho_ring.step_s <= plain.step_s * (1 + 1e-9)
+        # Of three axes it leaves one in the lane of the other two, which level by level each have their own.
+        assert ho_ring.step_s <= plain.step_s * (1.01 if strategy is three else 1 + 1e-9)
 
 
 def test_overlapped_reductions_have_the_slices_that_the_engine_has():
