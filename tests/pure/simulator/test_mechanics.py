@@ -81,7 +81,7 @@ def test_a_strategys_collective_option_is_honoured():
             simulate(LLAMA, ON_CORES.take(64), strategy + option, WORK) for option in ("", ";collective=ho_ring")
         )
         assert [a.bytes_sent_per_device for a in ho_ring.axes] == [a.bytes_sent_per_device for a in plain.axes]
-        # Of three axes it leaves one in the lane of the other two, which level by level each have their own.
+        # With three axes one waits in the lane of the other two; level by level each has a lane of its own.
         assert ho_ring.step_s <= plain.step_s * (1.01 if strategy is three else 1 + 1e-9)
 
 
