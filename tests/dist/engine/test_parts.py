@@ -12,6 +12,7 @@ import zeromesh as zm
 from tests.dist.parity import Case, backward, check_case, mesh_of, sharded
 from tests.dist.pool import on_ranks
 from tests.pure.strategy.mixes import mixes, notation
+from zeromesh.engine import build as build_module
 from zeromesh.engine import parts as parts_module
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import MeshError, ModelError, NotationError, OptimizerError
@@ -50,6 +51,10 @@ def test_a_lender_is_known_to_gather_beside_its_reductions():
         ):
             assert sum(group.lender is not None for group in engine_of(model).backend.groups.values()) == 2
         assert all(call.kwargs["beside"] == expected for call in made.call_args_list) and made.called
+    for strategy, expected in (("node=0,cluster=0", {"node"}), ("node=1,cluster=0", set())):  # without parts
+        with mock.patch.object(build_module, "make_groups", side_effect=build_module.make_groups) as made:
+            zm.shard(CASE.build(), mesh_of(2, 2), strategy, **CASE.shard_options())
+        assert [call.kwargs["beside"] for call in made.call_args_list] == [expected]
 
 
 @on_ranks(4)

@@ -30,6 +30,7 @@ from zeromesh.planner.bounds import Bounds
 from zeromesh.planner.evaluate import Evaluator
 from zeromesh.planner.fixed import choices
 from zeromesh.planner.space import HOSTS, Space
+from zeromesh.planner.time_bound import Row
 from zeromesh.planner.workload import Workload
 from zeromesh.schedule.unit import BUCKET_BYTES
 from zeromesh.simulator.mechanics import ENGINES, find_engine
@@ -117,6 +118,23 @@ def test_bounds_lie_below_the_simulation(data: st.DataObject) -> None:
     assert memory <= device * (1 + 1e-9), str(strategy)
     on_host = bounds.memory.host_bytes(block)[row]
     assert 0.9 * found.host_memory_bytes <= on_host <= found.host_memory_bytes * (1 + 1e-9), str(strategy)
+
+
+def test_a_sum_over_two_levels_scatters_and_gathers_in_two_lanes() -> None:
+    """Where the inner level is the slow one, a lane takes half of a queue's seconds; the outermost level's sum is one
+    transfer, in one lane."""
+    cluster = small_cluster(4, 4, outer_bytes_per_s=12e9)
+    slow = replace(cluster, levels=(replace(cluster.levels[0], bandwidth_bytes_per_s=1e8), cluster.levels[1]))
+    space, queues = Space(slow.axes, "none"), ENGINES["fsdp"].queues
+    (block,) = space.blocks()
+    strategies = [str(space.strategy([int(column[row]) for column in block.indices])) for row in range(len(block))]
+    in_lanes, in_turn = (
+        Bounds(WIDE, slow, of_16(), default_constants(), mechanics=mechanics).time(block).lanes[Row.REDUCE_STEP]
+        for mechanics in (OURS, replace(OURS, queues=queues))
+    )
+    both, inner = strategies.index("node=0,cluster=0"), strategies.index("node=0,cluster=3")
+    assert in_lanes[both] == pytest.approx(in_turn[both] / 2, rel=0.05)
+    assert in_lanes[inner] == in_turn[inner] > 0
 
 
 SLOW_IN_BF16 = replace(SMALL_16, device=replace(SMALL_16.device, peak_flops={"bf16": 10e12, "fp32": 50e12}))
