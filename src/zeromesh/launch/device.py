@@ -92,11 +92,11 @@ def set_variables(rank: int) -> None:
     initialised. Variables that somebody has set stay.
 
     [Note: Order] Kernels of different streams wait for each other if CUDA has fewer queues than streams (8 by default):
-    four lanes, the computation, one of each communicator. NCCL 2.26 and newer can also keep all kernels of a device in
-    the order of their launch, over all communicators (NCCL_LAUNCH_ORDER_IMPLICIT). That is left off. It rules out that
-    collectives of two communicators, of which a device has room for one, wait for each other on two ranks. But then a
-    gather over fast links waits until every earlier reduction over slow ones has begun, and the lanes of one device
-    overlap no more. All ranks issue collectives in one order, so either setting gives the same numbers.
+    the computation, and for each communicator a lane and NCCL's own. NCCL 2.26 and newer can also keep all kernels of a
+    device in the order of their launch, over all communicators (NCCL_LAUNCH_ORDER_IMPLICIT). That is left off. It rules
+    out that collectives of two communicators, of which a device has room for one, wait for each other on two ranks. But
+    then a gather over fast links waits until every earlier reduction over slow ones has begun, and the lanes of one
+    device overlap no more. All ranks issue collectives in one order, so either setting gives the same numbers.
     """
     if torch.version.cuda is not None:
         for name, value in (CUDA_QUEUES | (NCCL_SHARED if SHARE in os.environ else {})).items():
