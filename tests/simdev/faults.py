@@ -76,6 +76,16 @@ def without_landing(kind: str) -> Iterator[None]:
         yield
 
 
+def without_shared_lanes() -> AbstractContextManager[None]:
+    """Each axis has its own lanes, also where a chain leaves a transfer's result to the next in memory of the lane."""
+    of = lanes.Lanes.of
+
+    def apart(placed, lent):
+        return lanes.Lanes({key: "/".join(key) for key in of(placed, lent).of_axis})
+
+    return mock.patch.object(lanes.Lanes, "of", apart)
+
+
 LANES = ("gather/cluster", "gather/node", "reduce/node", "reduce/cluster", "up", "down")
 # Where a reduction follows another, it comes after the computation by that; and so does a copy down.
 STREAMED = {"step 0": "host=1,node=3,cluster=1;step=device"}
@@ -101,10 +111,7 @@ FAULTS: dict[str, tuple[str, Fault]] = {
         f"the end of a job of {kind}": (ENDS.get(kind, "node=3,cluster=1"), partial(without_end, kind))
         for kind in (*LANES, *STREAMED)
     },
-    "staging memory, that a chain passes on from lane to lane": (
-        "node=1@bf16/,cluster=1@bf16/",
-        lambda: mock.patch.object(lanes, "_passes_on", lambda kind, route: False),
-    ),
+    "memory of a lane, that a chain passes on": ("host=3,node=2,cluster=2", without_shared_lanes),
     "a copy down, before the host reads what came": ("host=1,node=3,cluster=1", partial(without_landing, "down")),
 }
 """Missing waits, each with a strategy that needs it."""

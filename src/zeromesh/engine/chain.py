@@ -169,18 +169,21 @@ class Binding:
         for step in route.steps:
             lane, scratch = self._lane(step)
             region, keep = sent(inside(destination, held, placed.region(step, self.shards.coordinates))), None
+            after: Copy | None = None
             if kept is not None and step.axis is placed.kept_axis:
                 region, keep = (region, kept) if placed.keeps_messages else (sent(kept), None)
-            elif step in route.staged:
-                region = scratch.region(step.numel, DTYPES[step.wire], route.passing_bytes)
+            elif step in route.staged:  # only for the step: the next one may be in another lane
+                wire = scratch.region(step.numel, DTYPES[step.wire], route.passing_bytes)
+                region, after = wire, (region, wire)
             group = self.groups[step.axis.name]
             own = own_chunk(region, group)
             before = None if _same(own, current) else (own, current)
-            current = region
+            current = region if after is None else after[0]
             call = partial(all_gather, region, group)
             if step.form is not None:
                 call = partial(all_gather, region, group, step.form, workspace=scratch.workspace, keep=keep)
-            chain.append(Step(operation="all_gather", groups=(group,), lane=lane, call=call, before=before))
+            made = Step(operation="all_gather", groups=(group,), lane=lane, call=call, before=before, after=after)
+            chain.append(made)
         bound = runnable(placed.layout).bind(route, chain)
         return bound if _same(end, current) else (*bound, Step(after=(end, current)))
 

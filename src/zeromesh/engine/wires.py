@@ -8,10 +8,8 @@ import torch.distributed as dist
 
 from zeromesh.comm.quantised import check_quantisable
 from zeromesh.engine.units import DTYPES, ModuleUnit, Precision
-from zeromesh.errors import InputError, NotationError
+from zeromesh.errors import InputError
 from zeromesh.schedule.buffer_layout import place
-from zeromesh.schedule.transfer import GATHERS
-from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.strategy import Layout
 
 
@@ -26,19 +24,10 @@ def require_wires(
 
     Raises:
         InputError: an axis cannot quantise these values, or would make copies drift apart.
-        NotationError: a gather would stage regions of two widths.
     """
     described, repeated = [unit.describe(precision) for unit in units], _repeated_over(units, beyond)
     for placed in {placed for unit in place(layouts[""], described, layouts) for placed in unit}:
-        for lane, route in placed.routes.items():
-            # Staged regions lie in the same memory: a rank's chunk of the next one is where the one before left it, or
-            # beside that. Of another width it would overlap.
-            wires = dict.fromkeys(step.wire for step in route.staged)
-            if lane in GATHERS and len({ITEM_BYTES[wire] for wire in wires}) > 1:
-                raise NotationError(
-                    f"parameters in {route.held} cannot be gathered over axes in {' and in '.join(wires)}, of other "
-                    f"widths: give these axes one wire dtype, or let one of them have the parameters' own"
-                )
+        for route in placed.routes.values():
             for step in route.steps:
                 if step.form is not None:
                     check_quantisable(DTYPES[route.held], step.axis.name)

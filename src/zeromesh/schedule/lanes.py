@@ -2,8 +2,8 @@
 
 [Note: Lanes] Each communicator has a lane: an axis has one for gathers and one for reductions, and copies to and from
 the host's memory one each. So a unit's transfer over the slow link runs beside another unit's inside the node. Axes
-share a lane where a chain over them takes memory of the lane from one transfer to the next, or where one transfer sends
-over them at once.
+share a lane where parameters of the host pass through its memory, from one transfer to the next, or where one transfer
+sends over them at once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
 
-from zeromesh.schedule.buffer_layout import BufferLayout, Route
-from zeromesh.schedule.transfer import GATHERS, Direction, RouteKind
+from zeromesh.schedule.buffer_layout import BufferLayout
+from zeromesh.schedule.transfer import Direction
 from zeromesh.strategy import Axis, Layout
 
 T = TypeVar("T")
@@ -33,8 +33,8 @@ class Lanes:
         lines = dict[tuple[Direction, str], str]()  # the axis that has the communicator, by each that uses it
         sharing = dict[tuple[Direction, str], dict[str, None]]()  # axes of one lane, by each of them
         for buffer in placed:
-            for kind, route in buffer.routes.items():
-                together = buffer.layout.collective.pairs or _passes_on(kind, route)
+            for route in buffer.routes.values():
+                together = buffer.layout.collective.pairs or route.passing > 0
                 shared: dict[Direction, dict[str, None]] = {"gather": {}, "reduce": {}}
                 for step in route.steps:
                     line = lines[step.direction, step.axis.name] = lent.get(step.axis.name, step.axis.name)
@@ -53,11 +53,6 @@ class Lanes:
     def names(self) -> tuple[str, ...]:
         """All but the lanes of copies."""
         return tuple(dict.fromkeys([self.lane("gather"), self.lane("reduce"), *self.of_axis.values()]))
-
-
-def _passes_on(kind: RouteKind, route: Route) -> bool:
-    """Whether a transfer of a chain leaves its result to the next one in memory of the lane."""
-    return route.passing > 0 or (kind in GATHERS and any(step in route.staged for step in route.steps[:-1]))
 
 
 def in_lanes(steps: Sequence[T], lane_of: Callable[[T], str], default: str) -> list[tuple[str, list[T]]]:

@@ -119,6 +119,16 @@ def test_narrow_computation_and_wires(case, strategies):
         check_case(strategy, case, 2, 2)
 
 
+@on_ranks(4)
+def test_gathers_over_wires_of_two_widths():
+    """The narrow one rounds the values, on all ranks alike."""
+    for strategy in ("node=3@bf16,cluster=3@fp32", "node=3@fp32,cluster=3@bf16"):
+        base = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).double()
+        rounded = [param.bfloat16().double() for param in base.parameters()]
+        model = zm.shard(base, mesh_of(2, 2), strategy)
+        assert torch.equal(model(torch.eye(8).double()), (rounded[1] @ rounded[0]).T), strategy
+
+
 @settings(max_examples=1)
 @given(strategy=st.sampled_from(THREE) | st.sampled_from(THREE_KEPT), prefetch=st.sampled_from([0, 2]))
 @on_ranks(12)

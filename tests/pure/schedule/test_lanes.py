@@ -43,7 +43,7 @@ def test_a_communicator_has_one_lane_whoever_uses_it() -> None:
     """A part's axis takes the lane of the communicator that it is lent; and its chain may join lanes of others."""
     for text, joined in (
         ("node=3,cluster=1 | experts: node=3,cluster=3", False),
-        ("node=3,cluster=1 | experts: node=3@fp32/,cluster=3@fp32/", True),
+        ("node=3,cluster=1 | experts: host=3,node=2,cluster=2", True),
     ):
         layouts = layouts_of(Strategy.parse(text), MESH, {})
         lent = lent_axes(layouts.values(), lambda _, axis: axis.mesh_axis)

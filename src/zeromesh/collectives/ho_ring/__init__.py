@@ -38,14 +38,11 @@ class HoRing(ByLevel):
 
     def grouped(self, route: Route, *, messages: bool) -> tuple[tuple[Transfer, ...], ...]:
         """A step has a partner where both scatter, or both gather, lossless and in the dtype of the region, so that
-        nothing is copied between them. A chain of gathers with any other wire is staged as a whole, and has none:
-        whether one of its regions lies inside the next would depend on the rank.
+        nothing is copied between them.
         """
         groups: list[tuple[Transfer, ...]] = []
-        staged = any(step.wire != route.held for step in route.steps)
-        alone = not messages or (staged and all(step.operation == "all_gather" for step in route.steps))
         for step in route.steps:
-            before = groups[-1][0] if groups and len(groups[-1]) == 1 and not alone else None
+            before = groups[-1][0] if groups and len(groups[-1]) == 1 and messages else None
             if before is None or route.copied in (before.axis, step.axis) or not _at_once(before, step, route.held):
                 groups.append((step,))
             else:
