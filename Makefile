@@ -37,7 +37,9 @@ demo: $(STAMP)
 	@$(BIN)/zeromesh train examples/demo.toml
 
 # Two processes, as most tests wait for ranks now and then. Each takes the half of all files that comes first or last, and
-# then from what the other has left. Tests on emulated clusters are timed, and so run by themselves.
+# then from what the other has left. A thread each: those of one process would wait for a core that the other has. Tests on
+# emulated clusters are timed, and so run by themselves.
+test: export OMP_NUM_THREADS = 1
 test: $(STAMP)
 ifdef TESTS
 	@$(BIN)/python -m pytest $(TESTS)
