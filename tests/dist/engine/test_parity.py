@@ -43,11 +43,11 @@ EACH_KEPT = ("node=3k,cluster=3dk", "node=3,cluster=3k")
 
 STEPS = ("host", "device")
 HOSTED = [
-    f"host{'[40%]' if at % 3 == 2 else ''}={host},{mix.replace('k', 'h') if at % 4 else mix};step={STEPS[at % 2]}"
+    f"host{'[40%]' if at % 5 in (0, 4) else ''}={host},{mix.replace('k', 'h') if at % 4 else mix};step={STEPS[at % 2]}"
     for at, (host, mix) in enumerate([*product(("1", "2", "3", "3d"), (*EACH, *EACH_KEPT))][::3])
 ]
-"""Each stage of the host over every third of these, some with kept copies there too; in every third one of a share of
-the tensors. Every second one is stepped on the device."""
+"""Each stage of the host over every third of these, some with kept copies there too, and once with a share of the
+tensors. Every second one is stepped on the device."""
 
 BOTH = Case(optimizer="both")
 CASES = (
