@@ -126,7 +126,7 @@ def test_owners_step_on_the_device_where_slices_lie_on_the_host():
     """Before or after an optimizer whose slices come to the device: to the bit, and nothing races."""
     mesh, found = init_device_mesh("simdev", (2,), mesh_dim_names=("node",)), []
     for strategy in ("node=3", "host=1,node=3;step=device", "host=3,node=3;step=device", "host=2,node=1"):
-        for order in (1, -1):
+        for order in (1, -1) if "device" in strategy else (1,):
             with simdev.Checker() as checker:
                 torch.manual_seed(0)
                 blocks = (nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(3))

@@ -136,8 +136,8 @@ def initialise(module: nn.Module) -> None:
 @alone(virtual=True)
 def test_memory_of_large_models_is_what_was_predicted():
     """On one rank, the last: all are alike."""
-    simdev.counting_group((1 << 14) - 1, 1 << 14)
-    mesh = init_device_mesh("simdev", (1 << 11, 8), mesh_dim_names=("cluster", "node"))
+    simdev.counting_group((1 << 10) - 1, 1 << 10)
+    mesh = init_device_mesh("simdev", (1 << 7, 8), mesh_dim_names=("cluster", "node"))
     for shape, strategy in ((LLAMA_65B, "node=3,cluster=1"), (MIXTURE, "node=3,cluster=3")):
         rehearsed(shape, mesh, strategy)
 

@@ -100,16 +100,15 @@ def test_all_reduce(pool: Pool, world, chunk, dtype, seed, scale):
 
 def test_regions_of_many_pieces(pool: Pool):
     world = 4
-    pool.run(world, gather, 700_001, "fp32", 1)
-    pool.run(world, scatter, 700_001, "bf16", "fp32", 1, 0.5, True)
-    pool.run(world, scatter, 700_001, "fp32", "fp32", 1, 0.25, False)
-    pool.run(world, scatter, 100_003, "fp64", "fp64", 1, 0.25, True)
-    pool.run(world, reduce, 400_003, "bf16", 1, 1 / 3)
+    pool.run(world, gather, 300_001, "fp32", 1)
+    pool.run(world, scatter, 600_001, "bf16", "fp32", 1, 0.5, True)
+    pool.run(world, scatter, 150_001, "fp64", "fp64", 1, 0.25, False)
+    pool.run(world, reduce, 300_003, "bf16", 1, 1 / 3)
 
 
 def test_slots_are_used_again_only_after_their_terms_are_summed(pool: Pool):
-    # An eighth of the workspace makes the slots go round five times and more.
-    pool.run(4, scatter, 900_001, "fp32", "fp32", 1, 1.0, False, workspace_share=8)
+    # A share of the workspace makes the slots go round five times and more.
+    pool.run(4, scatter, 100_001, "fp32", "fp32", 1, 1.0, False, workspace_share=32)
 
 
 @on_ranks(3)

@@ -177,7 +177,7 @@ def test_bytes_sent(wire):
 def mean_of_two_axes(generators: list[torch.Generator]) -> float:
     """The mean of .6 on one rank in four, after averages over two axes, in units of an int4 code."""
     groups, form, numel = axes(2, 2), QuantFormat(bits=4, stochastic=True), 4096
-    total, rounds = torch.zeros(numel), 60
+    total, rounds = torch.zeros(numel), 30
     largest = torch.arange(numel) % form.block == 0  # the same on all ranks, so that a code is 1 everywhere
     own = torch.full((numel,), 0.6 if dist.get_rank() == 0 else 0.0).masked_fill(largest, 7.0)
     for _ in range(rounds):

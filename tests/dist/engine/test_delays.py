@@ -29,7 +29,7 @@ STRATEGIES = [
 
 @on_ranks(4)
 def test_late_or_early_the_numbers_are_those_of_plain_training():
-    for strategy in (*STRATEGIES[::4], STRATEGIES[9]):
+    for strategy in (*STRATEGIES[4::4], STRATEGIES[9]):
         with delays(1) as drawn:
             check_case(strategy, CASE, 2, 2)
         assert drawn.count > 100, drawn
@@ -38,10 +38,8 @@ def test_late_or_early_the_numbers_are_those_of_plain_training():
 @on_ranks(4)
 def test_late_or_early_the_bits_are_the_same():
     """For fp32 sums, and for quantised wires, which round at random: their noise is drawn in the order of the jobs."""
-    for strategy in (
-        "node=3@int8/int4,cluster=0@/int8",
-        "node=3,cluster=1 | *.up: node=3@int8/int4,cluster=1@/int4+ef",
-    ):
-        expected = trained(strategy, Case(precision="fp32"), 2, 2)
-        with delays(3):
-            require_same(strategy, trained(strategy, Case(precision="fp32"), 2, 2), expected)
+    case = Case(precision="fp32", micro_batches=1)
+    strategy = "node=3,cluster=0@/int8 | *.up: node=3@int8/int4,cluster=1@/int4+ef"
+    expected = trained(strategy, case, 2, 2)
+    with delays(3):
+        require_same(strategy, trained(strategy, case, 2, 2), expected)

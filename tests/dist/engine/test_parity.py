@@ -43,11 +43,11 @@ EACH_KEPT = ("node=3k,cluster=3dk", "node=3,cluster=3k")
 
 STEPS = ("host", "device")
 HOSTED = [
-    f"host{'[40%]' if at % 3 == 2 else ''}={host},{mix.replace('k', 'h') if at % 4 else mix};step={STEPS[at // 2 % 2]}"
-    for at, (host, mix) in enumerate(product(("1", "2", "3", "3d"), (*EACH, *EACH_KEPT)))
-][::2]
-"""Each stage of the host over every second of these, with kept copies there too in every second one; in every third one
-of a share of the tensors. Every second one is stepped on the device."""
+    f"host{'[40%]' if at % 5 in (0, 4) else ''}={host},{mix.replace('k', 'h') if at % 4 else mix};step={STEPS[at % 2]}"
+    for at, (host, mix) in enumerate([*product(("1", "2", "3", "3d"), (*EACH, *EACH_KEPT))][::3])
+]
+"""Each stage of the host over every third of these, some with kept copies there too, and once with a share of the
+tensors. Every second one is stepped on the device."""
 
 BOTH = Case(optimizer="both")
 CASES = (
@@ -82,7 +82,7 @@ def test_shards_in_the_host_s_memory(turn):
         check_case(strategy, CASES[turn], 2, 2)
 
 
-@settings(max_examples=2)
+@settings(max_examples=1)
 @given(
     host=st.sampled_from(["=0", "=1", "=2", "=3", "=3d", "[15%]=1", "[35%]=2", "[60%]=3", "[85%]=3d"]),
     strategy=st.sampled_from([mix.replace("k", "h") for mix in TWO + TWO_KEPT]),
@@ -144,26 +144,27 @@ def test_sums_by_level_on_three_axes():
 
 @on_ranks(16)
 def test_four_axes():
-    check_case("node=3,cluster=2,region=1,site=0", Case(world=16, optimizer="both", steps=1), 2, 2, 2, 2)
+    case = Case(world=16, optimizer="both", steps=1, micro_batches=1)
+    check_case("node=3,cluster=2,region=1,site=0", case, 2, 2, 2, 2)
 
 
 @on_ranks(4)
 def test_split_axis():
-    for strategy in ("node[2]=1,node[2]=3k", "node[2]=3d,node[*]=0", "node[2]=2,node[2]=3"):
+    for strategy in ("node[2]=2,node[2]=3k", "node[2]=3d,node[*]=0"):
         check_case(strategy, CASES[0], 4)
 
 
 @pytest.mark.parametrize(
-    ("first", "others"),
+    ("micro_batches", "first", "others"),
     [
-        ("node=2,cluster=1", ["node=3,cluster=1;overlap=gather", "node=3,cluster=1;prefetch=3"]),
-        ("node=2,cluster=2", ["node=3,cluster=2;prefetch=0", "node=3,cluster=3;overlap=none;prefetch=3"]),
+        (2, "node=2,cluster=1", ["node=3,cluster=1;overlap=gather", "node=3,cluster=1;prefetch=3"]),
+        (1, "node=2,cluster=2", ["node=3,cluster=2;prefetch=0", "node=3,cluster=3;overlap=none;prefetch=3"]),
     ],
 )
 @on_ranks(4)
-def test_equal_to_the_bit(first, others):
+def test_equal_to_the_bit(micro_batches, first, others):
     """Settings of the schedule; stages 2 and 3."""
-    case = Case(optimizer="both", precision="fp32")
+    case = Case(optimizer="both", precision="fp32", micro_batches=micro_batches)
     expected = trained(first, case, 2, 2)
     for other in others:
         require_same(other, trained(other, case, 2, 2), expected)
@@ -172,10 +173,11 @@ def test_equal_to_the_bit(first, others):
 @pytest.mark.parametrize("precision", SAME_BITS)
 @on_ranks(4)
 def test_keeping_changes_no_bit(precision):
+    case = Case(optimizer="both", precision=precision, micro_batches=1)
     for base in SAME_BITS[precision]:
-        expected = trained(base, Case(optimizer="both", precision=precision), 2, 2)
+        expected = trained(base, case, 2, 2)
         for kept in KEPT[base]:
-            require_same(kept, trained(kept, Case(optimizer="both", precision=precision), 2, 2), expected)
+            require_same(kept, trained(kept, case, 2, 2), expected)
 
 
 @on_ranks(4)
@@ -184,7 +186,7 @@ def test_the_place_of_shards_changes_no_bit():
     case = Case(optimizer="both", precision="fp32", micro_batches=1)
     places = {
         "node=3,cluster=1": ("host=1;step=device", "host=3d;step=host"),
-        "node=1,cluster=0": ("host=2;step=host", "host=1;step=host"),
+        "node=1,cluster=0": ("host=2;step=host",),
         "node=3,cluster=3h": ("host=3;step=device",),
     }
     with mock.patch.object(torch.optim, "AdamW", partial(torch.optim.AdamW, fused=False)):
@@ -200,7 +202,7 @@ def test_the_number_of_reduce_slots_changes_no_bit():
         found = []
         for num in (1, 3):
             with mock.patch.object(memory, "REDUCE_SLOTS", num):
-                found.append(trained(strategy, Case(optimizer="both", precision="fp32"), 2, 2))
+                found.append(trained(strategy, Case(optimizer="both", precision="fp32", steps=1), 2, 2))
         require_same(strategy, *found)
 
 
@@ -221,7 +223,7 @@ def native() -> Iterator[None]:
 
 
 NATIVE_CASES = {
-    Case(optimizer="both", debug=True, weighted=True): (
+    Case(optimizer="both", weighted=True): (
         *(EACH[::2] + EACH_KEPT[:1]),
         *(f"node={stage},cluster={stage};collective=ho_ring" for stage in "30"),
     ),
@@ -236,12 +238,6 @@ def test_mixes_with_native_collectives(case):
     for strategy in NATIVE_CASES[case]:
         with native():
             check_case(strategy, case, 2, 2)
-
-
-@on_ranks(8)
-def test_three_axes_with_native_collectives():
-    with native():
-        check_case(THREE[80], Case(world=8, optimizer="both", steps=1), 2, 2, 2)
 
 
 @on_ranks(2)
@@ -266,7 +262,7 @@ def counted(strategy: str, case: Case, *shape: int) -> tuple[Bits, int, int]:
 
 
 def require_overlapped_bits(strategies: tuple[str, ...], *shape: int, steps: int = 1) -> None:
-    case = Case(precision="fp32", world=math.prod(shape), steps=steps)
+    case = Case(precision="fp32", world=math.prod(shape), steps=steps, micro_batches=steps)
     for strategy in strategies:
         plain, *none = counted(strategy, case, *shape)
         overlapped, gathers, reductions = counted(f"{strategy};collective=ho_ring", case, *shape)

@@ -32,7 +32,7 @@ def in_parts(own: str, other: str) -> str:
 @on_ranks(4)
 def test_parts_on_the_same_mesh():
     assert len(PAIRS) == 10 and all(own != other for own, other in PAIRS)
-    for at, (own, other) in enumerate(PAIRS[::3]):
+    for at, (own, other) in enumerate(PAIRS[::4]):
         case = Case(weighted=True) if at % 2 else Case(optimizer="both", debug=True)
         check_case(in_parts(own, other), case, 2, 2)
 

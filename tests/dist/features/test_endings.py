@@ -163,9 +163,6 @@ def test_a_first_step_in_the_host_s_memory_fails_on_all_ranks_or_on_none(strateg
 ENDED = {"end": 0, "destroyed": 0, "exception": 1, "interrupt": -signal.SIGINT, "exit": 3, "fork": 0}
 """The code that a process ends with."""
 
-EVERYWHERE = ("exception",)
-"""The others at one moment each: they leave the step as it does, and `fork` goes on."""
-
 PROCESS_STAGES = ("node=1", "node=3")
 PROCESS_MOMENTS = ("backward", "between", "after")
 LIMIT_S = 300.0
@@ -248,11 +245,9 @@ def wait_for(child: int) -> int:
 
 
 def cells() -> Iterator[tuple[str, str, str]]:
-    """Strategy, ending and moment, the strategies by turns."""
-    for i, ending in enumerate(ENDED):
-        for j, moment in enumerate(PROCESS_MOMENTS):
-            if ending in EVERYWHERE or i % 3 == j:
-                yield PROCESS_STAGES[(i + j) % len(PROCESS_STAGES)], ending, moment
+    """Strategy, ending and moment: each ending once, each moment with both strategies."""
+    for at, ending in enumerate(ENDED):
+        yield PROCESS_STAGES[at // 3], ending, PROCESS_MOMENTS[at % 3]
 
 
 SURROUNDINGS = """

@@ -312,7 +312,7 @@ def test_ranks_may_differ_where_parameters_are_whole():
 @on_ranks(2)
 def test_momentum_of_unused_parameters():
     """Plain torch moves a parameter whose gradient was zeroed, and leaves one alone whose gradient is None."""
-    for at, strategy in enumerate(ONE_AXIS):
+    for set_to_none, strategy in enumerate(ONE_AXIS[:2]):
         check(
             gated(),
             strategy,
@@ -320,7 +320,7 @@ def test_momentum_of_unused_parameters():
             loss_of=gated_loss,
             data_of=on_paths(PATHS["less each step"]),
             make_optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
-            set_to_none=at in (1, 2),
+            set_to_none=bool(set_to_none),
         )
 
 
