@@ -172,7 +172,7 @@ def test_experts_over_ranks_of_the_same_tokens():
     expert_parallel_beside_tensor_parallel("deepseek_v3", degree=2)
 
 
-@on_ranks(8)
+@on_ranks(4)
 def test_experts_over_ranks_of_the_same_and_of_other_tokens():
     """As transformers lays its meshes."""
     expert_parallel_beside_tensor_parallel("mixtral", degree=4)
