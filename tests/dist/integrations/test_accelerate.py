@@ -11,7 +11,6 @@ from torch import nn
 
 import zeromesh as zm
 from tests.dist.integrations.hugging import (
-    PUSHED,
     SAMPLES,
     SAVED,
     STEPS,
@@ -69,27 +68,27 @@ class Loop:
         raise AssertionError("too few samples")
 
 
-@pytest.mark.parametrize("kind", ["tied", "lora"])
-@on_ranks(4)
-def test_losses_are_those_of_plain_training(kind, tmp_path):
+@on_ranks(2)
+def test_losses_are_those_of_plain_training(tmp_path):
+    """Those of adapters, and on more ranks: where a run resumes, below."""
+
     def plainly() -> tuple[Curve, dict[str, torch.Tensor]]:
-        loop = Loop(kind)
+        loop = Loop("tied")
         return loop.run(STEPS), loop.model.state_dict()
 
     expected, state = plain(plainly)
     assert max(norm for _, _, norm in expected) > CLIP
-    for strategy in PUSHED[kind]:
-        with launched():
-            loop = Loop(kind, sharding(strategy))
-            with zm.traffic_report(loop.model, micro_batches=2) as traffic:
-                assert_same_curve(loop.run(STEPS), expected)
-            lines = traffic.lines(steps=STEPS)
-            assert [line.sent_bytes for line in lines] == [line.predicted_bytes for line in lines]
-            found = loop.accelerator.get_state_dict(loop.model)
-            assert loop.accelerator.unwrap_model(loop.model) is loop.model
-            assert found.keys() == (state.keys() if dist.get_rank() == 0 else set())
-            for name, value in found.items():
-                torch.testing.assert_close(value, state[name], rtol=0, atol=2e-6)
+    with launched():
+        loop = Loop("tied", sharding("node=1", {"node": 2}))
+        with zm.traffic_report(loop.model, micro_batches=2) as traffic:
+            assert_same_curve(loop.run(STEPS), expected)
+        lines = traffic.lines(steps=STEPS)
+        assert [line.sent_bytes for line in lines] == [line.predicted_bytes for line in lines]
+        found = loop.accelerator.get_state_dict(loop.model)
+        assert loop.accelerator.unwrap_model(loop.model) is loop.model
+        assert found.keys() == (state.keys() if dist.get_rank() == 0 else set())
+        for name, value in found.items():
+            torch.testing.assert_close(value, state[name], rtol=0, atol=2e-6)
 
 
 def accumulated_by_hand(loop: Loop, steps: int) -> Curve:

@@ -143,7 +143,7 @@ def test_torchtitans_trainer_gives_plain_losses_and_resumes_on_fewer_ranks(tmp_p
     pytest.importorskip("torchtitan")
     own = Pool()  # torchtitan changes settings of its process
     try:
-        for ranks, steps, compared in ((4, 2, (1, 2)), (2, 3, (3,))):
+        for ranks, steps, compared in ((4, 1, (1,)), (2, 2, (2,))):
             printed, *_ = own.run(ranks, example, steps, tmp_path, spoils=True)
             found = [line for line in printed.splitlines() if "plainly" in line]
             assert [int(line.split()[1]) for line in found] == list(compared)

@@ -238,7 +238,7 @@ def test_one_process_reads_a_stream_for_all(tmp_path):
     with launched():
         found = []
         for kind, how in ((hf.Trainer, {}), (Trainer, {"sharding": sharding("node=3", {"node": 2})})):
-            trainer = kind(model=build(), args=arguments(tmp_path, max_steps=3), train_dataset=Stream(), **how)
+            trainer = kind(model=build(), args=arguments(tmp_path, max_steps=2), train_dataset=Stream(), **how)
             trainer.train()
             found.append(curve(trainer))
     assert_same_curve(*found)
@@ -262,19 +262,19 @@ def test_bf16_computes_and_sends_in_it_and_is_written_as_it_came(tmp_path):
 @on_ranks(2)
 def test_means_over_each_rank_s_own_tokens(tmp_path):
     """As the plain Trainer's in DistributedDataParallel, of unequal numbers of tokens."""
-    own: dict[str, Any] = {"average_tokens_across_devices": False, "max_steps": 4}
+    own: dict[str, Any] = {"average_tokens_across_devices": False, "max_steps": 2}
     with launched():
         expected = curve(trained(tmp_path / "plain", **own))
         found = curve(trained(tmp_path, "llama", sharding("node=3", {"node": 2}), **own))
-        over_all = curve(trained(tmp_path / "other", "llama", sharding("node=3", {"node": 2}), max_steps=4))
+        over_all = curve(trained(tmp_path / "other", "llama", sharding("node=3", {"node": 2}), max_steps=2))
     assert_same_curve(found, expected)
     assert any(one != pytest.approx(other, abs=1e-4) for one, other in zip(found, over_all, strict=True))
 
 
 @on_ranks(2)
 def test_fp16_with_a_scaler_of_gradients(tmp_path):
-    expected = plain(lambda: curve(trained(tmp_path / "plain", max_steps=8)))
-    options: dict[str, Any] = {"fp16": True, "max_steps": 8}
+    expected = plain(lambda: curve(trained(tmp_path / "plain", max_steps=5)))
+    options: dict[str, Any] = {"fp16": True, "max_steps": 5}
     with launched():
         found = curve(trained(tmp_path, "llama", sharding("node=3", {"node": 2}), scale=2.0**8, **options))
         overflows = trained(tmp_path, "llama", sharding("node=3", {"node": 2}), scale=2.0**20, **options)
@@ -305,9 +305,9 @@ def test_blocks_are_compiled_by_themselves(tmp_path):
 def test_a_frozen_base_of_low_precision_is_sharded_in_it(tmp_path):
     from zeromesh.engine.api import engine_of
 
-    expected = plain(lambda: curve(trained(tmp_path / "plain", "bf16 base", max_steps=4)))
+    expected = plain(lambda: curve(trained(tmp_path / "plain", "bf16 base", max_steps=2)))
     with launched():
-        trainer = trained(tmp_path, "bf16 base", sharding("node=3", {"node": 2}), max_steps=4)
+        trainer = trained(tmp_path, "bf16 base", sharding("node=3", {"node": 2}), max_steps=2)
     assert_same_curve(curve(trainer), expected)
     buffers = [buffer for unit in engine_of(trainer.model).units for buffer in unit.buffers]
     kinds = {(buffer.spec.trainable, buffer.params.dtype, buffer.master is None) for buffer in buffers}

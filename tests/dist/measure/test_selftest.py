@@ -27,6 +27,8 @@ from zeromesh.measure.probe import from_raw
 from zeromesh.measure.steps import planned
 
 MESH = {"node": 2}
+STRATEGIES = {"all 2": "node=2", "all 3": "node=3", "all 0": "node=0"}
+"""Three of those that it has for this mesh (`test_layouts_of_a_mesh`)."""
 
 
 @on_ranks(2)
@@ -47,6 +49,7 @@ def test_all_is_well_on_two_ranks_of_a_torchrun(tmp_path: Path) -> None:
         patch.setattr(launch, "run_task", on_these)
         patch.setattr(probe, "measure", shortly)
         patch.setattr(selftest, "_timed_batch", lambda: BATCH)
+        patch.setattr(selftest, "strategies", lambda mesh: STRATEGIES)
         patch.setattr(machine, "SAMPLE_S", 0.02)
         patch.setattr(links, "LEAST_BYTES", 1 << 18)
         with mock.patch.dict(os.environ, around):
@@ -61,9 +64,10 @@ def test_all_is_well_on_two_ranks_of_a_torchrun(tmp_path: Path) -> None:
     assert ended.value.code == 0 and result.passed
     assert json.loads(output.read_text()) == json.loads(json.dumps(result.to_json()))
     found = [check.name for check in result.checks]
-    for stage in ("0", "1", "2", "3", "3d"):
-        assert f"parity, all {stage} (node={stage})" in found
-        assert f"bytes and memory, all {stage} (node={stage})" in found
+    on_host = {f"all 3, {stage} on the host": f"host={stage},node=3" for stage in "123"}
+    for title, strategy in (STRATEGIES | on_host).items():
+        assert f"parity, {title} ({strategy})" in found
+        assert f"bytes and memory, {title} ({strategy})" in found
     assert "links, node" in found and sum(name.startswith("time, ") for name in found) == 3
     # Links and times of a machine that others use may be unlikely; all else is right or wrong.
     assert all(check.status == "ok" for check in result.checks if not check.name.startswith(("links", "time")))

@@ -81,7 +81,7 @@ def save(storage: Storage, layout: Layout, values: dict[str, Tensor], *buffer: o
     return rows
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS), SHAPES, DTYPES, st.booleans())
 def test_any_pair(
     saved: Layout, loaded: Layout, shapes: list[tuple[int, ...]], dtype: torch.dtype, trainable: bool

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -442,6 +442,7 @@ STATES = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(STATES)
 def test_states_come_back_exactly(value: object) -> None:
     assert from_plain(to_plain(value, "state")) == value

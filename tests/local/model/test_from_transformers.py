@@ -76,9 +76,10 @@ def test_models_that_are_choosy(tmp_path: Path) -> None:
 
 
 def test_a_kernel_skips_what_a_causal_mask_hides_and_nothing_else(tmp_path: Path) -> None:
-    for model_type, causal in (("bert", 0.0), ("qwen3", 1.0)):
-        units = load(tmp_path, model_type=model_type).units
-        assert {unit.attention.causal for unit in units if unit.attention} == {causal}
+    rotary = load(tmp_path, 32, model_type="qwen3", max_position_embeddings=24, head_dim=8)
+    assert rotary.max_seq_len is None  # a table of positions ends the sequence: below
+    for spec, causal in ((load(tmp_path, model_type="bert"), 0.0), (rotary, 1.0)):
+        assert {unit.attention.causal for unit in spec.units if unit.attention} == {causal}
 
 
 def test_defaults_are_those_of_the_classes() -> None:
@@ -107,12 +108,11 @@ def test_what_cannot_be_built_or_run_is_one_message(tmp_path: Path) -> None:
             load(tmp_path, model_type=model_type, **more)
 
 
-def test_a_table_of_positions_ends_the_sequence_and_rotary_ones_do_not(tmp_path: Path) -> None:
+def test_a_table_of_positions_ends_the_sequence(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has 24 positions, and the sequence has 32 tokens"):
         load(tmp_path, 32, model_type="opt", max_position_embeddings=24, word_embed_proj_dim=16, ffn_dim=32)
     with pytest.raises(ModelError, match="has 30 positions"):  # two rows are set apart
         load(tmp_path, 32, model_type="roberta", max_position_embeddings=32)
-    assert load(tmp_path, 32, model_type="qwen3", max_position_embeddings=24, head_dim=8).max_seq_len is None
 
 
 def test_remote_code_is_named_and_nothing_is_suggested_in_its_place(tmp_path: Path) -> None:

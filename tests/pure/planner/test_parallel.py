@@ -51,12 +51,12 @@ def test_bounds_lie_below_the_simulation(strategy: str, tp: int, cp: int, pp: in
 
 
 def test_a_search_of_all_degrees_finds_the_best_of_each() -> None:
-    cluster = small_cluster(4, 4, memory_bytes=2.1e9, outer_bytes_per_s=3e9)
+    cluster = small_cluster(2, 4, memory_bytes=2.1e9, outer_bytes_per_s=3e9)
     spec, work = model(), replace(WORK, micro_batch=1, recomputation=Recomputation.FULL)
     options = Options(splits="none", max_simulations=None, front=0, host="none")
     found, _ = search(spec, cluster, replace(work, tp=None, pp=None), options=options)
     best = []
-    for tp, pp in product((1, 2, 4), repeat=2):
+    for tp, pp in product((1, 2), (1, 2, 4)):
         with suppress(NothingFitsError):
             one, _ = search(spec, cluster, replace(work, tp=tp, pp=pp), options=options)
             assert {estimate.candidate.parallel for estimate in one.ranked} == {Parallel(tp=tp, pp=pp)}

@@ -53,9 +53,9 @@ def brute_force(cluster: Cluster, options: tuple[str, ...] = ("",)) -> list[floa
     return list(best.values())
 
 
-@pytest.mark.parametrize(("memory_bytes", "outer_bytes_per_s"), [(8e9, 12e9), (1.97e9, 0.5e9)])
-def test_the_optimum_is_that_of_brute_force(memory_bytes: float, outer_bytes_per_s: float) -> None:
-    cluster = small_cluster(4, 4, memory_bytes=memory_bytes, outer_bytes_per_s=outer_bytes_per_s)
+def test_the_optimum_is_that_of_brute_force() -> None:
+    """In scarce memory: the next test."""
+    cluster = small_cluster(4, 4)
     found, _ = search(small_model(), cluster, WORKLOAD, options=Options(splits="none", max_simulations=None, front=0))
     assert [found.best.step_s] == pytest.approx(brute_force(cluster), rel=1e-9)
     assert found.gap == 0.0
@@ -91,26 +91,27 @@ def test_overlapped_levels_are_chosen_where_the_engine_has_them(
 
 def test_the_gap_is_honest() -> None:
     """A search that stops early promises no less than a whole one finds."""
-    whole, _ = search(small_model(), TIGHT, WORKLOAD, options=Options(max_simulations=None))
+    every = Options(splits="none", max_simulations=None, front=0)
+    whole, _ = search(small_model(), TIGHT, WORKLOAD, options=every)
     for budget in (1, 3, 10):
-        short, _ = search(small_model(), TIGHT, WORKLOAD, options=Options(max_simulations=budget, front=0))
+        assert budget < whole.simulated
+        short, _ = search(small_model(), TIGHT, WORKLOAD, options=replace(every, max_simulations=budget))
         assert short.bound_s <= whole.best.step_s <= short.best.step_s
         assert short.best.step_s * (1 - short.gap) <= whole.best.step_s * (1 + 1e-12)
 
 
 def test_splits_and_wires_only_help() -> None:
+    """And lossless never quantises."""
     cluster = small_cluster(4, 2, memory_bytes=2.0e9, outer_bytes_per_s=1e9)
-    times = []
+    found = []
     for more in ({"splits": "none"}, {"splits": "once"}, {"splits": "all"}, {"splits": "all", "wires": "any"}):
         options = Options(max_simulations=None, front=0, **more)  # type: ignore[arg-type]  # a literal each
-        times.append(search(small_model(), cluster, WORKLOAD, options=options)[0].best.step_s)
+        found.append(search(small_model(), cluster, WORKLOAD, options=options)[0])
+    times = [each.best.step_s for each in found]
     assert times == sorted(times, reverse=True)
     assert times[-1] < times[0]
-    # Lossless never quantises.
-    cluster = small_cluster(4, 4, outer_bytes_per_s=0.2e9)
-    lossless, _ = search(small_model(), cluster, WORKLOAD)
-    lossy, _ = search(small_model(), cluster, WORKLOAD, options=Options(wires="any"))
-    assert not any(estimate.candidate.strategy.quantised for estimate in lossless.ranked)
+    *lossless, lossy = found
+    assert not any(estimate.candidate.strategy.quantised for each in lossless for estimate in each.ranked)
     assert lossy.best.candidate.strategy.quantised
 
 
@@ -135,15 +136,15 @@ def test_nothing_fits_says_the_smallest_and_how_many_devices_would_do() -> None:
 def test_where_nothing_fits_the_host_s_memory_is_searched_too() -> None:
     """Layouts that exceed a machine's memory are left out; the optimum is that of brute force."""
     model, without = small_model(4, 1024), small_cluster(4, memory_bytes=1.65e9)
-    workload = Workload(seq_len=256, global_batch_tokens=256 * 4 * 2)
+    workload = Workload(seq_len=256, global_batch_tokens=256 * 4 * 2, micro_batch=1)
     options = Options(splits="none", max_simulations=None, front=0)
     with pytest.raises(NothingFitsError, match="the smallest is node="):
         search(model, without, workload, options=replace(options, host="none"))
     every = [
-        simulate(model, without, f"host={host},node={stage};step={step}", workload.fixed(micro_batch, recomputation))
+        simulate(model, without, f"host={host},node={stage};step={step}", workload.fixed(1, recomputation))
         for host, stage in product(("1", "2", "3", "3d"), ("0", "1", "2", "3", "3k", "3d", "3dk"))
         for step in ("host", "device")
-        for micro_batch, recomputation in product((1, 2), Recomputation)
+        for recomputation in Recomputation
     ]
     for machine_bytes in (None, 1.2e9):
         cluster = replace(without, host_memory_bytes=machine_bytes)
@@ -198,7 +199,8 @@ def test_a_large_model_on_small_devices_takes_what_a_machine_has_of_memory() -> 
     workload = Workload(seq_len=2048, global_batch_tokens=1 << 16, recomputation=Recomputation.FULL)
     options, answers = Options(splits="none"), {}
     for name, machine_bytes in (("llama-7b", 96e9), ("llama-13b", 256e9)):
-        planned = plan(preset(name), replace(small, host_memory_bytes=machine_bytes), workload, options=options)
+        machine = replace(small, host_memory_bytes=machine_bytes)
+        planned = plan(preset(name), machine, workload, options=options, robust=False)
         best, strategy = planned.best.simulation, planned.best.candidate.strategy
         answers[name, machine_bytes] = best.strategy.partition(",")[0]
         assert best.fits and machine_bytes * 0.7 < best.machine_memory_bytes < machine_bytes * 0.95
@@ -217,9 +219,10 @@ def test_a_large_model_on_small_devices_takes_what_a_machine_has_of_memory() -> 
     less, given = replace(small, host_memory_bytes=32e9), Strategy.parse("host=2,node=3,cluster=0")
     (smallest,) = simulate_choices(preset("llama-7b"), less, workload, given, top=2)
     assert not smallest.simulation.fits and smallest.candidate.micro_batch == 1
-    found, _ = search(small_model(), TIGHT, WORKLOAD, options=options)
+    one = small_cluster(4, memory_bytes=2.0e9)
+    found, _ = search(small_model(), one, WORKLOAD, options=options)
     assert {estimate.candidate.strategy.host for estimate in found.ranked} == {Stage.ZERO}
-    planned = plan(small_model(), TIGHT, WORKLOAD, options=replace(options, host="any"))
+    planned = plan(small_model(), one, WORKLOAD, options=replace(options, host="any"), robust=False)
     assert planned.best.candidate.strategy.host is Stage.ZERO and planned.host_s == 0.0
     assert planned.found.searched == 5 * found.searched
 

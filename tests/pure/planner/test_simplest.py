@@ -145,8 +145,8 @@ def asked(cluster: str, world: int) -> tuple[ModelSpec, Cluster, Workload]:
     ("engine", "cluster", "world"),
     [
         ("deepspeed", "h100-8x-ndr", 64),
-        ("fsdp2", "h100-8x-ndr", 16384),
-        ("megatron-fsdp", "frontier-mi250x", 1024),
+        ("fsdp2", "h100-8x-ndr", 64),
+        ("megatron-fsdp", "frontier-mi250x", 64),
         ("torchtitan", "h100-8x-ndr", 1),
     ],
 )
@@ -160,10 +160,9 @@ def test_every_engine_gets_the_fastest_plan_that_it_can_express(engine: str, clu
     assert 0 < found.found.searched <= every.searched
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", None])
-def test_wires_that_change_the_numbers_are_never_recommended_unasked(engine: str | None) -> None:
+def test_wires_that_change_the_numbers_are_never_recommended_unasked() -> None:
     """Behind slow links ZeRO++'s would be the fastest that DeepSpeed can express."""
-    emit = None if engine is None else lambda each: EMITTERS[engine](each, MODEL)
     work = Workload(seq_len=4096, global_batch_tokens=1 << 18)
-    found = plan(MODEL, find_cluster("a100-8x-100g").take(64), work, emit=emit)
+    cluster = find_cluster("a100-8x-100g").take(64)
+    found = plan(MODEL, cluster, work, emit=lambda each: EMITTERS["deepspeed"](each, MODEL))
     assert not any(choice.candidate.strategy.quantised for choice in (found.best, found.fastest, *found.candidates))

@@ -108,7 +108,7 @@ def test_laws_of_random_programs(data):
             run.optimize(trainable)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.data())
 def test_ranks_with_different_units_in_use_reduce_in_the_same_order(data):
     """Where no parameters are sharded, ranks may call different units; their reductions must still pair up."""
@@ -124,7 +124,7 @@ def test_ranks_with_different_units_in_use_reduce_in_the_same_order(data):
             run.optimize(set(range(len(schedule.units))))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_ranks_whose_losses_use_other_outputs_issue_the_same(data):
     """All call the same units in the same order; outputs that a loss does not use are passed in their turn."""
