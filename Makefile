@@ -89,6 +89,7 @@ check-words: $(STAMP)
 
 check-docs: $(STAMP)
 	$(BIN)/python tools/check_docs.py
+	$(BIN)/python -m pytest --collect-only --quiet @tests/smoke.txt
 
 validate: $(STAMP)
 	@$(BIN)/python -m validation $(ARGS)
