@@ -168,20 +168,20 @@ class Binding:
         chain, current, end = list[Step](), sent(source), sent(destination)
         for step in route.steps:
             lane, scratch = self._lane(step)
-            region, keep = sent(inside(destination, held, placed.region(step, self.shards.coordinates))), None
-            after: Copy | None = None
+            region = sent(inside(destination, held, placed.region(step, self.shards.coordinates)))
+            work, keep = region, None
             if kept is not None and step.axis is placed.kept_axis:
-                region, keep = (region, kept) if placed.keeps_messages else (sent(kept), None)
-            elif step in route.staged:  # only for the step: the next one may be in another lane
-                wire = scratch.region(step.numel, DTYPES[step.wire], route.passing_bytes)
-                region, after = wire, (region, wire)
+                work, keep = (region, kept) if placed.keeps_messages else (sent(kept), None)
+            elif step in route.staged:  # only for this step: the next one may be in another lane
+                work = scratch.region(step.numel, DTYPES[step.wire], route.passing_bytes)
             group = self.groups[step.axis.name]
-            own = own_chunk(region, group)
+            own = own_chunk(work, group)
             before = None if _same(own, current) else (own, current)
-            current = region if after is None else after[0]
-            call = partial(all_gather, region, group)
+            after = None if work is region else (region, work)
+            current = region
+            call = partial(all_gather, work, group)
             if step.form is not None:
-                call = partial(all_gather, region, group, step.form, workspace=scratch.workspace, keep=keep)
+                call = partial(all_gather, work, group, step.form, workspace=scratch.workspace, keep=keep)
             made = Step(operation="all_gather", groups=(group,), lane=lane, call=call, before=before, after=after)
             chain.append(made)
         bound = runnable(placed.layout).bind(route, chain)

@@ -38,8 +38,7 @@ class HoRing(ByLevel):
 
     def grouped(self, route: Route, *, messages: bool) -> tuple[tuple[Transfer, ...], ...]:
         """A step has a partner where both scatter, or both gather, lossless and in the dtype of the region, so that
-        nothing is copied between them.
-        """
+        nothing is copied between them."""
         groups: list[tuple[Transfer, ...]] = []
         for step in route.steps:
             before = groups[-1][0] if groups and len(groups[-1]) == 1 and messages else None
