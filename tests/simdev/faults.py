@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from unittest import mock
 
-import torch
-
 from tests.dist.engine.delays import without_order_of_lanes, without_wait
 from zeromesh.comm import lane
 from zeromesh.comm.lane import Ticket
@@ -20,34 +18,27 @@ Fault = Callable[[], AbstractContextManager[None]]
 @contextmanager
 def without_start(kind: str) -> Iterator[None]:
     """The jobs of a lane do not wait for the caller's stream."""
-    put = lane._Stream.put
+    launch = lane._Stream._launch
 
-    def early(self, job, ticket):
-        if self._lane != kind:
-            return put(self, job, ticket)
-        with self._stream:
-            error = self.run(job, ticket.label)
-        ticket._finish(error, self._stream.record_event(), self._stream.device_index, job)
+    def early(self, job, ticket, start):
+        launch(self, job, ticket, self._stream.record_event() if self._lane == kind else start)
 
-    with mock.patch.object(lane._Stream, "put", early):
+    with mock.patch.object(lane._Stream, "_launch", early):
         yield
 
 
 @contextmanager
 def without_end(kind: str) -> Iterator[None]:
     """Whoever waits for a job of a lane waits for the jobs before it alone."""
-    put = lane._Stream.put
+    launch = lane._Stream._launch
 
-    def early(self, job, ticket):
-        if self._lane != kind:
-            return put(self, job, ticket)
-        self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
+    def early(self, job, ticket, start):
         before = self._stream.record_event()
-        with self._stream:
-            error = self.run(job, ticket.label)
-        ticket._finish(error, before, self._stream.device_index, job)
+        launch(self, job, ticket, start)
+        if self._lane == kind:
+            ticket._event = before
 
-    with mock.patch.object(lane._Stream, "put", early):
+    with mock.patch.object(lane._Stream, "_launch", early):
         yield
 
 

@@ -6,6 +6,7 @@ Vector clocks do not depend on timing, so one process is enough: it is a rank of
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -29,9 +30,10 @@ from tests.simdev.ranks import alone
 from tests.simdev.test_rehearse import step, with_experts
 from zeromesh import simdev
 from zeromesh.comm.lane import Lane, Ticket
-from zeromesh.engine import control
+from zeromesh.engine import beside, control
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.backend import DeviceBackend
+from zeromesh.errors import CommunicationError
 from zeromesh.schedule.state import Reducing, Reduction
 
 CASE = Case(steps=2, micro_batches=2, optimizer="both", device="simdev")
@@ -339,3 +341,76 @@ def test_a_lane_that_closes_comes_before_what_is_freed_after_it():
             del values
             gc.collect()
         assert bool(checker.early_frees) is not close
+
+
+@alone()
+def test_jobs_that_follow_one_of_the_host_are_launched_later_and_in_order():
+    """Nobody is kept waiting before, and they come after the caller's work at the time of submission alone."""
+    device, ran, values = torch.device("simdev", 0), list[str](), torch.zeros(8, device="simdev")
+    ended, gate, others = threading.Event(), threading.Event(), torch.zeros(8, device="simdev")
+    host = Lane("step", device=torch.device("cpu"))
+    lane, further = (Lane(name, device=device) for name in ("gather", "gather/outer"))
+    with simdev.Checker() as checker:
+        host.submit(lambda: None).wait()
+        before = host.submit(partial(gate.wait, 20), "step a")
+        tickets = [
+            lane.submit(partial(values.add_, 1), after=before),
+            lane.submit(partial(ran.append, "b")),
+            lane.submit(partial(ran.append, "c")),
+        ]
+        tickets.append(further.submit(partial(ran.append, "d"), after=tickets[1]))
+        values.add_(1)  # not before the first job, for whoever submitted that
+        others.add_(1)
+        free = further.submit(partial(others.add_, 1), after=None)  # behind `d`
+        assert not ran and not any(ticket.launched() for ticket in (*tickets, free))
+        assert all(ticket.follows is before for ticket in (*tickets, free))
+        gate.set()
+        tickets[3].wait()
+        assert ran == ["b", "d"] and tickets[3].follows is None and not tickets[2].launched()
+        lane.launch()
+        assert ran == ["b", "d", "c"]
+        free.wait()
+    assert len({race.earlier_where for race in checker.races}) == 1, checker.races
+    late = lane.submit(partial(ran.append, "e"), after=host.submit(partial(ended.wait, 20)))
+    lane.close()
+    ended.set()
+    with pytest.raises(CommunicationError, match="a job was not run: its lane has been closed"):
+        late.wait()
+    assert "e" not in ran
+
+
+@pytest.mark.parametrize("strategy", ["host=1,node=1,cluster=1", "host=2,node=3,cluster=2", "host=3,node=3,cluster=3"])
+@alone()
+def test_neither_a_step_nor_the_forward_before_waits_for_a_unit_s_step_on_the_host(strategy):
+    simdev.counting_group(0, 4)
+    blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)))
+    model = zm.shard(blocks, mesh_of(2, 2, device="simdev"), strategy)
+    optimizer, batch = torch.optim.AdamW(model.parameters()), torch.ones(2, 8, device="simdev")
+    gates, run = [threading.Event() for _ in blocks], beside._run
+    left = iter(gates)
+
+    def held(*args):
+        assert next(left).wait(20)
+        run(*args)
+
+    def let_next(unit):
+        assert not any(gate.is_set() for gate in gates[unit + 1 :])
+        for gate in gates[unit + 1 : unit + 2]:
+            gate.set()
+
+    def end_micro_batch():
+        model(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    end_micro_batch()  # the first step makes the states, and is waited for
+    with simdev.Checker() as checker:
+        with mock.patch.object(beside, "_run", held):
+            end_micro_batch()
+        gates[0].set()
+        for unit, block in enumerate(blocks):
+            block.get_submodule("1").register_forward_hook(lambda *_, unit=unit: let_next(unit))
+        model(batch)
+        engine_of(model).at_rest()
+    require_clean(checker, strategy)
+    assert all(gate.is_set() for gate in gates)

@@ -3,7 +3,8 @@
     device   a job runs                                   the caller waits
     cpu      in the lane's thread                         until the job has ended
     other    at submit, into the lane's stream,           its current stream waits for an event;
-             after the caller's stream's work so far      the host does not
+             after the caller's stream's work so far:     the host does not
+             [Note: Later]
     inline   at submit, on the caller's own stream        not at all: it has ended (overlap=none)
 
 Memory that a job touches must live until its ticket is waited for, or its lane is closed. The engine's buffers live as
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -37,7 +39,7 @@ keeps all ranks of its axis waiting."""
 
 
 class Ticket:
-    __slots__ = ("_cause", "_event", "_index", "_job", "_pending", "error", "label")
+    __slots__ = ("_cause", "_event", "_first", "_index", "_job", "_later", "_pending", "error", "label")
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -49,6 +51,9 @@ class Ticket:
         self._event: torch.Event | None = None
         self._index: int | None = None  # of the device: torch looks one up by its index in half the time
         self._job: Job | None = None
+        # In whose queue it is, behind which other: [Note: Later].
+        self._later: _Stream | None = None
+        self._first: Ticket | None = None
 
     def launched(self) -> bool:
         """Whether the job has ended, or lies in its stream: then a stream waits for it, and not the host."""
@@ -64,12 +69,28 @@ class Ticket:
         Raises:
             Exception: the job's own; on the first call only, so that a second wait does not report one fault twice.
         """
+        self.end()
         with self._pending:
             error, self.error = self.error, None
         if error is not None:
             raise error
         self._order()
         self._job = None
+
+    def end(self) -> None:
+        """Returns when the job has ended, or lies in its stream."""
+        if self._later is not None:
+            self._later.launch(self)
+        with self._pending:
+            pass
+
+    @property
+    def follows(self) -> Ticket | None:
+        """The host's job that keeps this one from being launched."""
+        first: Ticket | None = self
+        while first is not None and first._later is not None:
+            first = first._first
+        return None if first is self else first
 
     def precede(self) -> None:
         """The calling lane's next work comes after the job. Unlike `wait`, this leaves the job's error and references
@@ -111,8 +132,12 @@ class _Runner:
         self._lane, self._device = lane, device
         self._cause: str | None = None
 
-    def put(self, job: Job, ticket: Ticket) -> None:
+    def put(self, job: Job, ticket: Ticket, after: Ticket | None) -> None:
+        """`job` waits for `after` by itself."""
         ticket._finish(self.run(job, ticket.label))
+
+    def launch(self, until: Ticket | None = None) -> None:
+        """Launches the jobs that wait for others on the host; until one of them, or all."""
 
     def run(self, job: Job, label: str) -> BaseException | None:
         """Runs a job now; returns the error that it raised, if any."""
@@ -156,8 +181,12 @@ class Lane:
         job = job if after is None else partial(_after, after, job)
         if not self._finalizer.alive:
             raise CommunicationError(f"lane {self.name!r} is closed; {label or 'a job'} cannot run")
-        self._runner.put(job, ticket)
+        self._runner.put(job, ticket, after)
         return ticket
+
+    def launch(self) -> None:
+        """Jobs that follow one of the host's are launched now, when that has ended: [Note: Later]."""
+        self._runner.launch()
 
     def synchronize(self) -> None:
         """The host comes after the jobs whose tickets have been waited for, before it uses its own memory."""
@@ -182,12 +211,14 @@ class _Thread(_Runner):
         _threads[thread] = self._jobs
         self._process = os.getpid()
 
-    def put(self, job: Job, ticket: Ticket) -> None:
+    def put(self, job: Job, ticket: Ticket, after: Ticket | None) -> None:
         if self._process != os.getpid():
             raise CommunicationError(
                 f"{ticket.label or 'a job'} cannot run in a process forked from the one that sharded the model: the "
                 f"threads that communicate are not forked with it"
             )
+        if after is not None and after._later is not None:
+            after.end()  # here, since a stream's jobs are launched by its callers alone
         self._jobs.put((job, ticket))
 
     def close(self) -> None:
@@ -245,10 +276,28 @@ class _Stream(_Runner):
         super().__init__(name)
         self._stream = torch.Stream(device, priority=_HIGH)
         self._used = False  # since the host has waited for it
+        self._later: deque[tuple[Job, Ticket, torch.Event]] = deque()
 
-    def put(self, job: Job, ticket: Ticket) -> None:
+    def put(self, job: Job, ticket: Ticket, after: Ticket | None) -> None:
+        start = torch.accelerator.current_stream(self._stream.device_index).record_event()
+        if self._later or (after is not None and after._event is None):
+            ticket._later, ticket._first = self, after or self._later[-1][1]
+            self._later.append((job, ticket, start))
+        else:
+            self._launch(job, ticket, start)
+
+    def launch(self, until: Ticket | None = None) -> None:
+        while self._later and (until is None or until._later is not None):
+            job, ticket, start = self._later[0]
+            if ticket._first is not None:
+                ticket._first.end()  # a Ctrl-C that ends this leaves the queue as it is
+            self._later.popleft()
+            ticket._later = ticket._first = None
+            self._launch(job, ticket, start)
+
+    def _launch(self, job: Job, ticket: Ticket, start: torch.Event) -> None:
         self._used = True
-        self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device_index))
+        self._stream.wait_event(start)
         with self._stream:
             error = self.run(job, ticket.label)
         ticket._finish(error, self._stream.record_event(), self._stream.device_index, job)
@@ -260,4 +309,8 @@ class _Stream(_Runner):
 
     def close(self) -> None:
         """Orders the caller's stream after the lane's jobs, since memory freed from now on is reused on that stream."""
+        for _, ticket, _ in self._later:
+            ticket._later = ticket._first = None
+            ticket._finish(CommunicationError(f"{ticket.label or 'a job'} was not run: its lane has been closed"))
+        self._later.clear()
         torch.accelerator.current_stream(self._stream.device_index).wait_stream(self._stream)

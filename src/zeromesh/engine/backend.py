@@ -330,6 +330,13 @@ class DeviceBackend:
             if lane in self.lanes:
                 self.lanes[lane].synchronize()
 
+    def launch(self) -> None:
+        """Launches refreshes that wait for steps on the host, also of units that this rank does not use: other ranks
+        may wait for them."""
+        if self.work is not None:
+            for lane in self.lanes.values():
+                lane.launch()
+
     def settle(self) -> None:
         """Comes after the work on slices in the host's memory. Raises ModelError if they are parked."""
         if self.work is not None:

@@ -156,6 +156,8 @@ class Engine:
         hidden = traced and not outputs and self.schedule.units[unit].trainable
         untraced = outputs is not None and not traced and _in_function()
         call = self.interpreter.post_forward(unit, backward=bool(tensors), hidden=hidden, untraced=untraced)
+        if self.interpreter.forward is None:
+            self.backend.launch()
         if call is not None:
             self._watch_outputs(call, tensors)
         elif traced and unit not in self._watched:

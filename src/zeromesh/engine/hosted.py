@@ -152,6 +152,7 @@ class HostWork:
             ticket.wait()
             self.steps.pop(unit, None)  # only now: a Ctrl-C may end the wait
         backend = self._backend()
+        backend.launch()
         if backend.rewrites:
             backend.land()
         for lane in STREAMED:

@@ -147,6 +147,8 @@ class _WatchedTicket:
     recorder: _Recorder
 
     def wait(self) -> None:
+        if (first := self.ticket.follows) is not None:
+            self.recorder.waited(first.label, self.ticket.end)
         if self.ticket.done():
             self.ticket.wait()
         else:
@@ -159,8 +161,7 @@ class _WatchedTicket:
 
 @dataclass(frozen=True, slots=True)
 class _WatchedLane:
-    """A lane whose jobs keep the place they were submitted from. A submission is a wait if the lane is inline, or if
-    its job, which lies in a stream, comes after one that the host itself has not ended."""
+    """A lane whose jobs keep the place they were submitted from. A submission is a wait if the lane is inline."""
 
     lane: Lane
     recorder: _Recorder
@@ -172,6 +173,9 @@ class _WatchedLane:
 
     def synchronize(self) -> None:
         self.lane.synchronize()
+
+    def launch(self) -> None:
+        self.lane.launch()
 
     def submit(
         self, job: Callable[[], object], label: str = "", *, after: Ticket | _WatchedTicket | None = None
@@ -187,13 +191,10 @@ class _WatchedLane:
                 return _Timed(SimpleNamespace(run=job), "step", label.removeprefix("step "), HOST, recorder).run()
             job()
 
-        waits_for = label if self.inline else ""
-        if not self.inline and first is not None and not (threads or self.lane.name == "step" or first.launched()):
-            waits_for = first.label
-        if not waits_for:
+        if not self.inline:
             return _WatchedTicket(self.lane.submit(run, label, after=first), recorder)
         tickets: list[Ticket] = []
-        recorder.waited(waits_for, lambda: tickets.append(self.lane.submit(run, label, after=first)))
+        recorder.waited(label, lambda: tickets.append(self.lane.submit(run, label, after=first)))
         return _WatchedTicket(tickets[0], recorder)
 
 

@@ -112,7 +112,8 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class _FollowedLane:
-    """A lane whose jobs are known, while they are issued, by their unit. On a device that is within `submit`."""
+    """A lane whose jobs are known, while they are issued, by their unit. On a device that is within `submit`, or later
+    in the same thread."""
 
     lane: Lane
     places: Places
@@ -123,6 +124,9 @@ class _FollowedLane:
 
     def synchronize(self) -> None:
         self.lane.synchronize()
+
+    def launch(self) -> None:
+        self.lane.launch()
 
     def submit(self, job: Callable[[], object], label: str = "", *, after: Ticket | None = None) -> Ticket:
         places, (kind, _, unit) = self.places, label.partition(" ")
