@@ -384,7 +384,7 @@ def test_jobs_that_follow_one_of_the_host_are_launched_later_and_in_order():
 def test_neither_a_step_nor_the_forward_before_waits_for_a_unit_s_step_on_the_host(strategy):
     simdev.counting_group(0, 4)
     blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)))
-    model = zm.shard(blocks, mesh_of(2, 2, device="simdev"), strategy)
+    model = zm.shard(blocks, mesh_of(2, 2, device="simdev"), strategy, bucket_bytes=0)
     optimizer, batch = torch.optim.AdamW(model.parameters()), torch.ones(2, 8, device="simdev")
     gates, run = [threading.Event() for _ in blocks], beside._run
     left = iter(gates)

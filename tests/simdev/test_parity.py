@@ -6,10 +6,12 @@ Three axes are in `test_order`, whose one process finds races, and on the host i
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import replace
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -78,6 +80,51 @@ def test_shards_in_the_host_s_memory_that_no_second_axis_changes():
     check_all(["host[50%]=1,node=3;step=device"], replace(once, precision="bf16-wire", steps=3), 2)
     with mock.patch.object(beside, "STREAMED_ELEMENTS", 11):  # in pieces, which cut parameters
         check_all([f"{mix};step=device" for mix in ("host=1,node=3", "host=3,node=3")], once, 2)
+
+
+class Skips(nn.Module):
+    """Leaves out one of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.skipped = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = x if index == self.skipped else x + block(x)
+        return x
+
+
+def mean_losses(strategy: str) -> list[float]:
+    """The mean over ranks, each of which skips another block, or none; told to all between forward and backward."""
+    torch.manual_seed(0)
+    model = zm.shard(Skips().double(), mesh_of(2, 2, device="simdev"), strategy, bucket_bytes=0)
+    optimizer, rank, means = torch.optim.AdamW(model.parameters(), lr=1e-2), dist.get_rank(), list[float]()
+    for step in range(4):
+        model.skipped = (rank + step) % 5
+        batch = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+        loss = model(batch.to("simdev")).square().mean()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        means.append(mean.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return means
+
+
+@on_devices(4)
+def test_ranks_may_skip_units_whose_refreshes_wait_for_steps_on_the_host():
+    """Else one that uses a unit would wait for one that has not launched its refresh, and that one for its word."""
+    run = beside._run
+
+    def late(*args):
+        time.sleep(0.01 * dist.get_rank())
+        run(*args)
+
+    with mock.patch.object(beside, "_run", late):
+        assert mean_losses("host=1,node=1,cluster=1") == mean_losses("node=1,cluster=1")
 
 
 class Telling(nn.Linear):

@@ -30,7 +30,7 @@ communicators (NCCL_LAUNCH_ORDER_IMPLICIT): the gather then waits until that one
 ranks call the same units in the same order then. Where no parameters are sharded they may not, and one rank may call
 the model alone, so all refreshes start with the step.
 
-A refresh after a step in the host's memory is launched when that step has ended, and a device's host waits for it. So
+A refresh after a step in the host's memory waits for that step, and with it all that comes after it in its lanes. So
 there the step starts none, and each unit's forward only those of units that it prefetches, or of the next one, also
 where no parameters are sharded, if refreshes are only copies to the device.
 
