@@ -70,8 +70,7 @@ class Ticket:
             Exception: the job's own; on the first call only, so that a second wait does not report one fault twice.
         """
         self.end()
-        with self._pending:
-            error, self.error = self.error, None
+        error, self.error = self.error, None
         if error is not None:
             raise error
         self._order()
@@ -99,8 +98,7 @@ class Ticket:
         Raises:
             CommunicationError: the job failed, whether or not somebody has been told already.
         """
-        with self._pending:
-            pass
+        self.end()
         if self._cause is not None:
             raise CommunicationError(f"not run, since what it follows failed: {self._cause}")
         self._order()

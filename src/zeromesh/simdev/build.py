@@ -106,7 +106,7 @@ def _build(directory: Path) -> Any:
     try:
         return cpp_extension.load(
             name=directory.name,
-            sources=[str(path) for path in sorted(SOURCES.glob("*.unit.cc"))],
+            sources=[str(SOURCES / "device.cc")],
             extra_cflags=list(FLAGS),
             build_directory=str(directory),
         )

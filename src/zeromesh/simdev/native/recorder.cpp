@@ -1,9 +1,12 @@
 #include "recorder.h"
 
-#include <torch/csrc/jit/python/pybind_utils.h>
-
 #include "clocks.h"
 #include "recorder_python.h"
+
+namespace torch::jit {
+// From pybind_utils.h, which takes half a minute to parse.
+TORCH_PYTHON_API py::object toPyObject(c10::IValue value);
+}  // namespace torch::jit
 
 namespace simdev::recorder {
 namespace {

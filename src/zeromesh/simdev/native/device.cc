@@ -1,0 +1,12 @@
+// The device is one unit of compilation: parsing torch's headers takes most of the time.
+#include "accesses.cpp"
+#include "clocks.cpp"
+#include "group.cpp"
+#include "kernels.cpp"
+#include "memory.cpp"
+#include "module.cpp"
+#include "recorder.cpp"
+#include "runtime.cpp"
+#include "tensors.cpp"
+#include "transport.cpp"
+#include "wall.cpp"

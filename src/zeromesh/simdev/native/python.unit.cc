@@ -1,5 +1,0 @@
-// See device.unit.cc.
-#include "group.cpp"
-#include "module.cpp"
-#include "recorder.cpp"
-#include "transport.cpp"
