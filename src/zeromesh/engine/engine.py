@@ -84,7 +84,7 @@ class Engine:
         self.changes = Changes(self.interpreter, backend.units)
         # Last of those that hold the lanes: they end before the words go that they may still be at work on.
         self._agreement = Agreement(self.interpreter, backend, self.control)
-        self._on_leaves: dict[tuple[int, int], RemovableHandle] = {}
+        self._on_leaves: dict[tuple[int, int], tuple[weakref.ref[Forward], RemovableHandle]] = {}
         self._watched: set[int] = set()
         self._outside: set[ShardedParameter] = set()  # last read outside of any autograd.Function
 
@@ -230,8 +230,15 @@ class Engine:
             if tensor.grad_fn is None:  # a leaf outlives the graph, and so would the hook
                 before = self._on_leaves.pop((call.unit, id(tensor)), None)
                 if before is not None:
-                    before.remove()
-                self._on_leaves[call.unit, id(tensor)] = handle
+                    before[1].remove()
+                self._on_leaves[call.unit, id(tensor)] = weakref.ref(call.forward), handle
+
+    def _unhook_leaves(self) -> None:
+        """Removes hooks of forwards that are over, so that gradients of other forwards do not call them."""
+        for key, (forward, handle) in list(self._on_leaves.items()):
+            if (found := forward()) is None or found.over:
+                handle.remove()
+                del self._on_leaves[key]
 
     def _watch_leaves(self, unit: int) -> None:
         """Watches the gradients of a unit's own parameters, if none of its outputs announces its backward."""
@@ -318,6 +325,7 @@ class Engine:
     def _end_backward(self) -> None:
         backward = self.interpreter.begin_backward()
         self.interpreter.end_backward()
+        self._unhook_leaves()
         self.backend.drop_leaf_grads(added=True)
         if self._halves is not None:
             self._halves.append(backward)
