@@ -23,7 +23,7 @@ from zeromesh.comm.lane import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.calls import OutputHook, as_python, tensors_of
 from zeromesh.engine.control import reduce_over
-from zeromesh.engine.elements import Home
+from zeromesh.engine.elements import Agree, Home
 from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.lifecycle import Agreement, Changes, Step, Weight
 from zeromesh.engine.param import ShardedParameter
@@ -45,6 +45,16 @@ class Pipeline:
     group: dist.ProcessGroup  # the ranks that have the other stages, one of each place on the stages' own meshes
     stages: dict[int, weakref.ref[Engine]]  # this rank's, by index
     norm_dtype: torch.dtype  # of joint norms: the widest of all stages' gradients, also where a stage has none
+    idle: tuple[int, ...]  # ranks of the group whose stages are all frozen
+
+    def agree_max(self, values: Tensor) -> None:
+        """Replaces `values` by their maximum over all stages."""
+        if self.idle:
+            raise OptimizerError(
+                f"a GradScaler needs a gradient on each rank of a pipeline, but all stages of rank "
+                f"{', '.join(map(str, self.idle))} of the pipeline's group are frozen: cut the model into other stages"
+            )
+        reduce_over(self.group, values, dist.ReduceOp.MAX)
 
 
 class Engine:
@@ -336,11 +346,10 @@ class Engine:
 
     # ---- pipelines
 
-    def agree_max(self, values: Tensor) -> None:
-        """Replaces `values` by their maximum over all ranks that a step is skipped with."""
+    def agree_max(self, values: Tensor) -> Agree | None:
+        """Replaces `values` by their maximum over the model's ranks; returns the agreement over all stages."""
         self.control.reduce_all(values, dist.ReduceOp.MAX)
-        if self.pipeline is not None:
-            reduce_over(self.pipeline.group, values, dist.ReduceOp.MAX)
+        return None if self.pipeline is None else self.pipeline.agree_max
 
     def join(self, pipeline: Pipeline) -> None:
         """The model is a stage of one."""
