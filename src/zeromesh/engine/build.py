@@ -21,7 +21,7 @@ from zeromesh.comm.lane import Lane
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.chain import Scratch
 from zeromesh.engine.control import Control, broadcast_bytes
-from zeromesh.engine.elements import Home
+from zeromesh.engine.elements import Agree, Home
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.flat import FlatShards
 from zeromesh.engine.hooks import install, watch_reads
@@ -358,10 +358,10 @@ def _in_slot(slots: Sequence[Tensor], slot: int | None, parts: Iterable[SlotPart
 def _make_optimizer_params(engine: Engine) -> None:
     reference = weakref.ref(engine)
 
-    def agree(values: Tensor) -> None:
+    def agree(values: Tensor) -> Agree | None:
         engine = reference()
         assert engine is not None  # else its gradients are gone too
-        engine.agree_max(values)
+        return engine.agree_max(values)
 
     for index, unit in enumerate(engine.units):
         for buffer in unit.buffers:

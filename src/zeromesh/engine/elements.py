@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 Place = tuple[object, int, int]
 
+Agree = Callable[[Tensor], "Agree | None"]
+"""Replaces a tensor by its maximum over ranks; returns the same over more ranks, if those skip a step together."""
+
 ACROSS = "zm.copy_values([target], [source]), called on all ranks, copies values from one layout to another"
 
 
@@ -49,8 +52,7 @@ class Elements:
     control: Control | None = field(compare=False, default=None)  # all ranks that have the tensor
     # Whether this rank, and no other that has the same of it beyond the mesh, saves it.
     writes: bool = field(compare=False, default=True)
-    # Replaces a tensor by its maximum over all ranks that skip a step together.
-    agree_max: Callable[[Tensor], None] | None = field(compare=False, default=None)
+    agree_max: Agree | None = field(compare=False, default=None)
 
     def __str__(self) -> str:
         return f"{self.name} {tuple(self.shape)}" + f" under {self.layout}" * bool(self.layout)

@@ -23,7 +23,7 @@ from zeromesh.comm.lane import Ticket
 from zeromesh.engine.backend import DeviceBackend, UnitShards
 from zeromesh.engine.calls import OutputHook, as_python, tensors_of
 from zeromesh.engine.control import reduce_over
-from zeromesh.engine.elements import Home
+from zeromesh.engine.elements import Agree, Home
 from zeromesh.engine.leaf import Leaf
 from zeromesh.engine.lifecycle import Agreement, Changes, Step, Weight
 from zeromesh.engine.param import ShardedParameter
@@ -45,6 +45,16 @@ class Pipeline:
     group: dist.ProcessGroup  # the ranks that have the other stages, one of each place on the stages' own meshes
     stages: dict[int, weakref.ref[Engine]]  # this rank's, by index
     norm_dtype: torch.dtype  # of joint norms: the widest of all stages' gradients, also where a stage has none
+    idle: tuple[int, ...]  # ranks of the group whose stages are all frozen
+
+    def agree_max(self, values: Tensor) -> None:
+        """Replaces `values` by their maximum over all stages."""
+        if self.idle:
+            raise OptimizerError(
+                f"a GradScaler needs a gradient on each rank of a pipeline, but all stages of rank "
+                f"{', '.join(map(str, self.idle))} of the pipeline's group are frozen: cut the model into other stages"
+            )
+        reduce_over(self.group, values, dist.ReduceOp.MAX)
 
 
 class Engine:
@@ -84,7 +94,7 @@ class Engine:
         self.changes = Changes(self.interpreter, backend.units)
         # Last of those that hold the lanes: they end before the words go that they may still be at work on.
         self._agreement = Agreement(self.interpreter, backend, self.control)
-        self._on_leaves: dict[tuple[int, int], RemovableHandle] = {}
+        self._on_leaves: dict[tuple[int, int], tuple[weakref.ref[Forward], RemovableHandle]] = {}
         self._watched: set[int] = set()
         self._outside: set[ShardedParameter] = set()  # last read outside of any autograd.Function
 
@@ -232,8 +242,15 @@ class Engine:
             if tensor.grad_fn is None:  # a leaf outlives the graph, and so would the hook
                 before = self._on_leaves.pop((call.unit, id(tensor)), None)
                 if before is not None:
-                    before.remove()
-                self._on_leaves[call.unit, id(tensor)] = handle
+                    before[1].remove()
+                self._on_leaves[call.unit, id(tensor)] = weakref.ref(call.forward), handle
+
+    def _unhook_leaves(self) -> None:
+        """Removes hooks of forwards that are over, so that gradients of other forwards do not call them."""
+        for key, (forward, handle) in list(self._on_leaves.items()):
+            if (found := forward()) is None or found.over:
+                handle.remove()
+                del self._on_leaves[key]
 
     def _watch_leaves(self, unit: int) -> None:
         """Watches the gradients of a unit's own parameters, if none of its outputs announces its backward."""
@@ -320,6 +337,7 @@ class Engine:
     def _end_backward(self) -> None:
         backward = self.interpreter.begin_backward()
         self.interpreter.end_backward()
+        self._unhook_leaves()
         self.backend.drop_leaf_grads(added=True)
         if self._halves is not None:
             self._halves.append(backward)
@@ -330,11 +348,10 @@ class Engine:
 
     # ---- pipelines
 
-    def agree_max(self, values: Tensor) -> None:
-        """Replaces `values` by their maximum over all ranks that a step is skipped with."""
+    def agree_max(self, values: Tensor) -> Agree | None:
+        """Replaces `values` by their maximum over the model's ranks; returns the agreement over all stages."""
         self.control.reduce_all(values, dist.ReduceOp.MAX)
-        if self.pipeline is not None:
-            reduce_over(self.pipeline.group, values, dist.ReduceOp.MAX)
+        return None if self.pipeline is None else self.pipeline.agree_max
 
     def join(self, pipeline: Pipeline) -> None:
         """The model is a stage of one."""

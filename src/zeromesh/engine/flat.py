@@ -21,7 +21,7 @@ slot, and `.grad` shows a part of `host_grads`: the gradient shard, or its state
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeromesh.engine.control import Control
-from zeromesh.engine.elements import Elements, Home
+from zeromesh.engine.elements import Agree, Elements, Home
 from zeromesh.engine.leaf import Leaf, PlainLeaf, local_of, make_leaf
 from zeromesh.engine.param import ShardedParameter, Slice, give_memory, make_slice, slice_of
 from zeromesh.engine.units import DTYPES, ParamInfo
@@ -309,9 +309,7 @@ class FlatShards:
                 leaf.grad = None
         return grads
 
-    def make_optimizer_params(
-        self, home: Home, control: Control, agree_max: Callable[[Tensor], None], **attributes: object
-    ) -> None:
+    def make_optimizer_params(self, home: Home, control: Control, agree_max: Agree, **attributes: object) -> None:
         """One `ShardedParameter` with `attributes` per original, over its part of this rank's state shard (frozen:
         parameter shard). `control`, all ranks that have the tensors, and `agree_max` are for `Elements`."""
         shard, axes = self.optimizer_shard

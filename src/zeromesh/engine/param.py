@@ -37,7 +37,7 @@ from torch._functorch import vmap
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeromesh.engine import allowed
-from zeromesh.engine.elements import Elements, require_alike, tensors_in
+from zeromesh.engine.elements import Agree, Elements, require_alike, tensors_in
 from zeromesh.errors import CheckpointError, ModelError, OptimizerError
 from zeromesh.pieces.region import Region
 from zeromesh.pieces.sliced import Sliced
@@ -521,9 +521,10 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     if args[2].device.type == "cpu" and args[2].is_pinned():  # GradScaler copies its scale there and does not wait
         torch.accelerator.current_stream().synchronize()
     func(*args, **kwargs)
-    agreements = (tensor.elements.agree_max for tensor in args[0] if isinstance(tensor, Slice))
-    for agree in dict.fromkeys(each for each in agreements if each is not None):
-        agree(args[1])
+    agreements: Iterable[Agree | None] = (t.elements.agree_max for t in args[0] if isinstance(t, Slice))
+    # Each wider agreement once: ranks differ in how many of their stages have gradients.
+    while narrower := [agree for agree in dict.fromkeys(agreements) if agree is not None]:
+        agreements = [agree(args[1]) for agree in narrower]
 
 
 def _count(func: Any, args: Any, kwargs: Any) -> int:

@@ -80,8 +80,10 @@ def pipeline(stages: Sequence[StageT], *, untied: bool = False) -> list[StageT]:
         _require_untied(stages, engines, control)
     held = {stage.stage_index: weakref.ref(engine) for stage, engine in zip(stages, engines, strict=True)}
     own = [DTYPES[buffer.spec.grad_dtype] for each in engines for unit in each.units for buffer in unit.trained]
-    widest = max(chain([torch.float32], *control.gather(own)), key=lambda dtype: dtype.itemsize)
-    shared = Pipeline(group=group, stages=held, norm_dtype=widest)
+    everyone = control.gather(own)
+    widest = max(chain([torch.float32], *everyone), key=lambda dtype: dtype.itemsize)
+    idle = tuple(rank for rank, dtypes in enumerate(everyone) if not dtypes)
+    shared = Pipeline(group=group, stages=held, norm_dtype=widest, idle=idle)
     for stage, engine in zip(stages, engines, strict=True):
         engine.join(shared)
         stage.backward_maybe_with_nosync = _Backwards(engine, stage.backward_maybe_with_nosync)  # type: ignore[method-assign]  # of this object alone

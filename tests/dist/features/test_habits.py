@@ -180,6 +180,26 @@ def test_neighbours_that_hand_on_what_they_were_given():
         assert len(engine_of(pair.model).units) == 8
 
 
+@pytest.mark.parametrize("strategy", ["node=3", "node=0"])
+@on_ranks(2)
+def test_an_input_that_the_model_has_handed_on_is_an_input_again_after_a_step(strategy):
+    """As pipelines reuse the buffers of activations that they receive."""
+    torch.manual_seed(0)
+    plain = Part(lambda self, x, skips: x if skips else self.layer(x), layer=nn.Linear(WIDTH, WIDTH)).double()
+    model = sharded(plain, strategy)
+    for each, ranks in ((model, [dist.get_rank()]), (plain, [0, 1])):
+        optimizer = sgd(each.parameters())
+        batches = [inputs(rank).requires_grad_() for rank in ranks]
+        for skips in (True, False):
+            optimizer.zero_grad()
+            for batch in batches:
+                loss = each(batch, False).square().sum() + each(batch, skips).sum()
+                (loss / len(batches)).backward()
+            if skips:
+                optimizer.step()
+    same_grads(model, plain)
+
+
 @pytest.mark.parametrize("strategy", ["node=2", "node=0"])
 @on_ranks(2)
 def test_a_unit_that_one_rank_alone_uses_after_a_last_backward_whose_gradients_were_kept(strategy):

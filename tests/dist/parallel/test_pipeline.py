@@ -112,7 +112,10 @@ def test_a_step_of_two_runs_of_the_schedule() -> None:
 
 @on_ranks(4)
 def test_norms_and_skipped_steps_are_those_of_all_stages() -> None:
-    ours = staged(net(num_blocks=4), "zbv", "node=3,cluster=1", mesh_of(4), make=sgd)
+    """Rank 1 has gradients of one stage, rank 0 of two."""
+    whole = net(num_blocks=4)
+    whole.blocks[1].requires_grad_(False)
+    ours = staged(whole, "zbv", "node=3,cluster=1", mesh_of(4), make=sgd)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))  # it begins with its first loss, which is on the ranks of the last stage
     ours.schedule._loss_fn = lambda logits, target: scaler.scale(loss_of(logits, target))
@@ -141,6 +144,12 @@ def test_a_joint_norm_is_the_same_where_a_stage_is_frozen() -> None:
     ours.step(batch(0, 0))
     dist.all_gather_object(found, float(zm.clip_grad_norm_(ours.models, 1e-3)))
     assert found[0] == found[1] != torch.tensor(found[0]).float().item()  # in fp64
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    frozen = (OptimizerError, r"a gradient on each rank of a pipeline, but all stages of rank 1 .* are frozen")
+    kind, said = frozen if dist.get_rank() == 0 else (AssertionError, "No inf checks were recorded")  # torch's own
+    with pytest.raises(kind, match=said):
+        scaler.step(ours.optimizer)
 
 
 def grouped(params: Iterable[Any], lr: float = 1e-2) -> torch.optim.Optimizer:
