@@ -11,6 +11,7 @@ optimizers as `zm.Checkpoints`, which load on any ranks and under any strategy, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partialmethod
@@ -22,6 +23,7 @@ import torch
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy as TrainerDDP
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -35,6 +37,7 @@ from zeromesh.engine.steps import accumulate
 from zeromesh.engine.whole import whole_state
 from zeromesh.errors import CheckpointError, InputError
 from zeromesh.integrations.methods import (
+    UNEVEN,
     clip_grads,
     give_shards,
     refuse,
@@ -290,6 +293,7 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         _require_options(options)
         super().__init__(**options)
         require_attributes("lightning", self, "_layer_sync")
+        require_attributes("lightning", Trainer, "_active_loop")
         self.sharding = sharding
         self._own: Any = None
         self._loaded_ours = False
@@ -333,6 +337,24 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         self.accelerator.teardown()
 
     # ---- steps
+
+    def _require_as_many_batches(self) -> None:
+        """Raises InputError on all ranks: those with more batches would wait for ever. Lightning's sampler for
+        predictions gives some ranks fewer, since it repeats no samples."""
+        engine = engine_of(self.model)
+        if not engine.schedule.shards_params:
+            return
+        batches = sum(self.lightning_module.trainer._active_loop.max_batches)
+        own = int(batches) if math.isfinite(batches) else 0  # of a loader without length
+        most, fewest = engine.control.agree([own, -own])
+        if most != -fewest:
+            raise InputError(
+                f"{UNEVEN}; this one has {own} batches, and the ranks have {-fewest} to {most}: choose another "
+                f"batch_size, limit the Trainer's batches (limit_predict_batches={-fewest}, say), or give loaders of "
+                f"equal length and use_distributed_sampler=False"
+            )
+
+    on_validation_start = on_test_start = on_predict_start = _require_as_many_batches
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

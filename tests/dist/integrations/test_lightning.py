@@ -153,12 +153,12 @@ def make_trainer(directory: Path, strategy: Any = None, **options: Any) -> Any:
     import lightning
 
     own: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": CLIP, "enable_checkpointing": False}
+    own["use_distributed_sampler"] = False
     return lightning.Trainer(
         strategy=strategy or "auto",
         accelerator="cpu",
         devices=dist.get_world_size() if strategy else 1,
         default_root_dir=directory,
-        use_distributed_sampler=False,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,  # which warns of parameters on the meta device
@@ -182,6 +182,38 @@ def test_losses_are_those_of_plain_training(tmp_path):
         require_predicted(module.traffic, STEPS)
         assert evaluated_by(trainer, module, 2) == pytest.approx(evaluated, abs=1e-5)
         zm.check_replicas(module, trainer.optimizers[0])
+
+
+@on_ranks(2)
+def test_ranks_with_unequal_numbers_of_batches(tmp_path):
+    """Three samples for the first rank and two for the second, since Lightning's sampler repeats none."""
+    import lightning
+
+    from zeromesh.integrations.lightning import Strategy
+
+    class Twice(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False))
+            torch.nn.init.constant_(self.net[0].weight, 2.0)
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.net(batch)
+            return result
+
+    def predicted(strategy: str, batch_size: int) -> list[float]:
+        how = sharding(strategy, {"node": 2})
+        trainer = make_trainer(tmp_path, Strategy(sharding=how), use_distributed_sampler=True)
+        loader = torch.utils.data.DataLoader(torch.arange(5.0)[:, None], batch_size=batch_size)
+        with quiet():
+            return [float(each) for each in torch.cat(trainer.predict(Twice(), loader))]
+
+    with started():
+        own = [[0.0, 4.0, 8.0], [2.0, 6.0]][dist.get_rank()]
+        assert predicted("node=1", 2) == predicted("node=3", 3) == own
+        found = f"this one has {2 - dist.get_rank()} batches, and the ranks have 1 to 2: choose another batch_size"
+        with pytest.raises(InputError, match=f"all ranks must run as many forwards.*; {found}"):
+            predicted("node=3", 2)
 
 
 def adversaries() -> Any:
