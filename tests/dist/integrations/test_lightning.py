@@ -284,12 +284,37 @@ def test_resumes_on_another_world_and_strategy(pool: Pool, tmp_path):
         assert_same_curve(found, expected)
 
 
-def saving(directory: str) -> dict[str, Any]:
+def saving(directory: str, *callbacks: Any) -> dict[str, Any]:
     """Options of a Trainer that saves every second step."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     saver = ModelCheckpoint(f"{directory}/kept", filename="{step}", every_n_train_steps=2, save_last=True)
-    return {"callbacks": [saver], "enable_checkpointing": True}
+    return {"callbacks": [saver, *callbacks], "enable_checkpointing": True}
+
+
+def averaging() -> Any:
+    """A callback with a moving average of the trained parameters as its state."""
+    from lightning.pytorch import Callback
+
+    class Average(Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            self.shadow = [param.detach().clone() for param in trained(module)]
+
+        def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            with torch.no_grad():
+                torch._foreach_lerp_(self.shadow, trained(module), 0.1)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"shadow": self.shadow}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.shadow = state["shadow"]
+
+    return Average()
+
+
+def trained(module: Any) -> list[torch.Tensor]:
+    return [param for param in module.parameters() if param.requires_grad]
 
 
 def require_kept(directory: str, step: int) -> None:
@@ -301,19 +326,24 @@ def require_kept(directory: str, step: int) -> None:
 
 def stopped(directory: str, kind: str) -> None:
     with started():
-        trainer, _ = fitted(Path(directory), kind, sharding(), steps=SAVED, **saving(directory))
+        trainer, _ = fitted(Path(directory), kind, sharding(), steps=SAVED, **saving(directory, averaging()))
         require_kept(directory, SAVED)
         trainer.save_checkpoint(f"{directory}/whole.ckpt")
         trainer.save_checkpoint(f"{directory}/weights.ckpt", weights_only=True)
 
 
 def resumed(directory: str, kind: str) -> tuple[Curve, Curve]:
-    expected = plain(lambda: fitted(Path(directory), kind)[1].curve)
+    def plainly() -> tuple[Curve, list[torch.Tensor]]:
+        wanted = averaging()
+        return fitted(Path(directory), kind, callbacks=[wanted])[1].curve, wanted.shadow
+
+    expected, shadow = plain(plainly)
     how = sharding("node=3", {"node": 2})
     with started():
-        last = f"{directory}/kept/last.ckpt"
-        trainer, module = fitted(Path(directory), kind, how, resume=last, **saving(directory))
+        last, average = f"{directory}/kept/last.ckpt", averaging()
+        trainer, module = fitted(Path(directory), kind, how, resume=last, **saving(directory, average))
         require_kept(directory, STEPS)
+        assert all(a.allclose(b, rtol=0, atol=1e-6) for a, b in zip(average.shadow, shadow, strict=True))
         ended = evaluated_by(trainer, module, 2)
         whole, weights = (
             evaluated_by(trainer, module, 2, ckpt_path=f"{directory}/{name}.ckpt") for name in ("whole", "weights")
@@ -422,6 +452,14 @@ def resumes_with_fabric(directory: str, expected: Curve) -> None:
         loop.fabric.load_raw(f"{directory}/raw.pt", loop.model)
         again = zm.full_state_dict(loop.model.module)
         assert all(torch.equal(value, again[name]) for name, value in full.items())
+
+        average = [param.detach().clone() for param in loop.model.parameters()]
+        loop.fabric.save(f"{directory}/averaged", loop.state() | {"average": average})
+        found = loop.state() | {"average": [torch.zeros_like(each) for each in average]}
+        loop.fabric.load(f"{directory}/averaged", found)
+        assert all(map(torch.equal, found["average"], average))
+        with pytest.raises(InputError, match="give the same values on every rank, not only on the first"):
+            loop.fabric.save(f"{directory}/no", loop.state() | {"average": average[dist.get_rank() :]})
 
         with pytest.raises(InputError, match="take no storage_options and no filter"):
             loop.fabric.save(f"{directory}/no", loop.state(), filter={"model": lambda name, value: True})
