@@ -11,6 +11,7 @@ optimizers as `zm.Checkpoints`, which load on any ranks and under any strategy, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partialmethod
@@ -22,6 +23,7 @@ import torch
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy as TrainerDDP
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -32,9 +34,10 @@ from zeromesh.engine.api import engine_of
 from zeromesh.engine.hooks import install
 from zeromesh.engine.optim import by_engine, check_optimizer
 from zeromesh.engine.steps import accumulate
-from zeromesh.engine.whole import whole_state
+from zeromesh.engine.whole import sliced_like, whole_state
 from zeromesh.errors import CheckpointError, InputError
 from zeromesh.integrations.methods import (
+    UNEVEN,
     clip_grads,
     give_shards,
     refuse,
@@ -43,7 +46,7 @@ from zeromesh.integrations.methods import (
     shard_model,
     with_mixed_precision,
 )
-from zeromesh.integrations.saved import checkpoints_of
+from zeromesh.integrations.saved import checkpoints_of, whole_alike
 from zeromesh.integrations.versions import require_attributes, require_known
 from zeromesh.sharding.value import Sharding
 
@@ -108,9 +111,10 @@ def _save(
     first: bool,
 ) -> None:
     held = _held(models, optimizers)
+    whole = whole_alike(rest, next(iter(models.values())))  # a moving average, say
     if first:
         directory.mkdir(parents=True, exist_ok=True)
-        torch.save(rest, directory / name)
+        torch.save(whole, directory / name)
     for key, own in held.items():
         with checkpoints_of(directory / key, models[key], own) as checkpoints:
             checkpoints.save(step, {REST: name})
@@ -256,10 +260,11 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
         if strict and missing:
             raise KeyError(f"{directory} has no {', '.join(sorted(missing))}: leave it out, or pass strict=False")
         for name in rest.keys() & saved.keys():
+            found = sliced_like(rest[name], saved[name])
             if hasattr(state[name], "load_state_dict"):
-                state[name].load_state_dict(saved[name])
+                state[name].load_state_dict(found)
             else:
-                state[name] = saved[name]
+                state[name] = found
         return {name: value for name, value in saved.items() if name not in rest}
 
 
@@ -290,6 +295,7 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         _require_options(options)
         super().__init__(**options)
         require_attributes("lightning", self, "_layer_sync")
+        require_attributes("lightning", Trainer, "_active_loop")
         self.sharding = sharding
         self._own: Any = None
         self._loaded_ours = False
@@ -333,6 +339,24 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         self.accelerator.teardown()
 
     # ---- steps
+
+    def _require_as_many_batches(self) -> None:
+        """Raises InputError on all ranks: those with more batches would wait for ever. Lightning's sampler for
+        predictions gives some ranks fewer, since it repeats no samples."""
+        engine = engine_of(self.model)
+        if not engine.schedule.shards_params:
+            return
+        batches = sum(self.lightning_module.trainer._active_loop.max_batches)
+        own = int(batches) if math.isfinite(batches) else 0  # of a loader without length
+        most, fewest = engine.control.agree([own, -own])
+        if most != -fewest:
+            raise InputError(
+                f"{UNEVEN}; this one has {own} batches, and the ranks have {-fewest} to {most}: choose another "
+                f"batch_size, limit the Trainer's batches (limit_predict_batches={-fewest}, say), or give loaders of "
+                f"equal length and use_distributed_sampler=False"
+            )
+
+    on_validation_start = on_test_start = on_predict_start = _require_as_many_batches
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -391,10 +415,18 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         directory = _directory(self.broadcast(checkpoint_path))
         self._loaded_ours = self.broadcast(directory.is_dir())
-        if not self._loaded_ours:  # a file of another strategy's, with whole tensors
-            return super().load_checkpoint(directory, **_given(weights_only))  # type: ignore[no-any-return]
-        trained = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        return _load(directory, {MODEL: self.model}, self.optimizers if trained else (), weights_only)
+        trainer = self.lightning_module.trainer
+        found: dict[str, Any]
+        if self._loaded_ours:
+            trained = trainer.state.fn == TrainerFn.FITTING
+            found = _load(directory, {MODEL: self.model}, self.optimizers if trained else (), weights_only)
+        else:  # a file of another strategy's, with whole tensors
+            found = super().load_checkpoint(directory, **_given(weights_only))
+        states = found.get("callbacks", {})
+        for callback in trainer.callbacks:
+            if callback.state_key in states:
+                states[callback.state_key] = sliced_like(callback.state_dict(), states[callback.state_key])
+        return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if not self._loaded_ours:

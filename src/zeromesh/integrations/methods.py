@@ -117,11 +117,17 @@ def clip_unscaled(accelerator: Any, parameters: Any, max_norm: float, norm_type:
 def give_shards(optimizer: Optimizer, shards: MutableMapping[Tensor, Any]) -> None:
     """Puts shards in the place of the parameters that they were made from, by which they are given. Raises
     OptimizerError if the optimizer has stepped already, or mixes the elements of a parameter."""
-    if any(param in shards for param in optimizer.state):
+    # A constructor may make states (Adagrad's), of whole tensors.
+    states = [state for param, state in optimizer.state.items() if param in shards]
+    if any(float(state.get("step", 1)) for state in states):
         raise OptimizerError(
             f"{type(optimizer).__name__} has stepped on the model before it was sharded, so its states are of whole "
             f"tensors: prepare model and optimizer before the first step"
         )
+    made = optimizer.state_dict() if states else None
     for group in optimizer.param_groups:
         group["params"] = [shards.get(param, param) for param in group["params"]]
     check_optimizer(optimizer)
+    if made is not None:
+        optimizer.state.clear()
+        optimizer.load_state_dict(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -39,9 +40,10 @@ class Loop:
         from zeromesh.integrations.accelerate import Accelerator
 
         options = {"gradient_accumulation_steps": 2} | options
+        make = options.pop("optimizer", torch.optim.AdamW)
         self.accelerator = accelerate.Accelerator(**options) if how is None else Accelerator(sharding=how, **options)
         model = build(kind)
-        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+        optimizer = make([param for param in model.parameters() if param.requires_grad], lr=1e-2)
         loader = torch.utils.data.DataLoader(
             samples(uneven=False) * 4, batch_size=SAMPLES // 2 // self.accelerator.num_processes
         )
@@ -121,6 +123,15 @@ def test_no_sync_defers_reductions():
             assert_same_curve(accumulated_by_hand(loop, 2), expected)
     lines = traffic.lines(steps=2)
     assert [line.sent_bytes for line in lines] == [line.predicted_bytes for line in lines] != [0]
+
+
+@on_ranks(2)
+def test_an_optimizer_whose_states_its_constructor_makes():
+    options = {"optimizer": functools.partial(torch.optim.Adagrad, initial_accumulator_value=0.1)}
+    expected = plain(lambda: Loop("lora", **options).run(2))
+    with launched():
+        for strategy in ("node=3", "host=1,node=1"):
+            assert_same_curve(Loop("lora", sharding(strategy, {"node": 2}), **options).run(2), expected)
 
 
 class Average:

@@ -153,12 +153,12 @@ def make_trainer(directory: Path, strategy: Any = None, **options: Any) -> Any:
     import lightning
 
     own: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": CLIP, "enable_checkpointing": False}
+    own["use_distributed_sampler"] = False
     return lightning.Trainer(
         strategy=strategy or "auto",
         accelerator="cpu",
         devices=dist.get_world_size() if strategy else 1,
         default_root_dir=directory,
-        use_distributed_sampler=False,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,  # which warns of parameters on the meta device
@@ -182,6 +182,38 @@ def test_losses_are_those_of_plain_training(tmp_path):
         require_predicted(module.traffic, STEPS)
         assert evaluated_by(trainer, module, 2) == pytest.approx(evaluated, abs=1e-5)
         zm.check_replicas(module, trainer.optimizers[0])
+
+
+@on_ranks(2)
+def test_ranks_with_unequal_numbers_of_batches(tmp_path):
+    """Three samples for the first rank and two for the second, since Lightning's sampler repeats none."""
+    import lightning
+
+    from zeromesh.integrations.lightning import Strategy
+
+    class Twice(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False))
+            torch.nn.init.constant_(self.net[0].weight, 2.0)
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.net(batch)
+            return result
+
+    def predicted(strategy: str, batch_size: int) -> list[float]:
+        how = sharding(strategy, {"node": 2})
+        trainer = make_trainer(tmp_path, Strategy(sharding=how), use_distributed_sampler=True)
+        loader = torch.utils.data.DataLoader(torch.arange(5.0)[:, None], batch_size=batch_size)
+        with quiet():
+            return [float(each) for each in torch.cat(trainer.predict(Twice(), loader))]
+
+    with started():
+        own = [[0.0, 4.0, 8.0], [2.0, 6.0]][dist.get_rank()]
+        assert predicted("node=1", 2) == predicted("node=3", 3) == own
+        found = f"this one has {2 - dist.get_rank()} batches, and the ranks have 1 to 2: choose another batch_size"
+        with pytest.raises(InputError, match=f"all ranks must run as many forwards.*; {found}"):
+            predicted("node=3", 2)
 
 
 def adversaries() -> Any:
@@ -252,12 +284,37 @@ def test_resumes_on_another_world_and_strategy(pool: Pool, tmp_path):
         assert_same_curve(found, expected)
 
 
-def saving(directory: str) -> dict[str, Any]:
+def saving(directory: str, *callbacks: Any) -> dict[str, Any]:
     """Options of a Trainer that saves every second step."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     saver = ModelCheckpoint(f"{directory}/kept", filename="{step}", every_n_train_steps=2, save_last=True)
-    return {"callbacks": [saver], "enable_checkpointing": True}
+    return {"callbacks": [saver, *callbacks], "enable_checkpointing": True}
+
+
+def averaging() -> Any:
+    """A callback with a moving average of the trained parameters as its state."""
+    from lightning.pytorch import Callback
+
+    class Average(Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            self.shadow = [param.detach().clone() for param in trained(module)]
+
+        def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            with torch.no_grad():
+                torch._foreach_lerp_(self.shadow, trained(module), 0.1)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"shadow": self.shadow}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.shadow = state["shadow"]
+
+    return Average()
+
+
+def trained(module: Any) -> list[torch.Tensor]:
+    return [param for param in module.parameters() if param.requires_grad]
 
 
 def require_kept(directory: str, step: int) -> None:
@@ -269,19 +326,24 @@ def require_kept(directory: str, step: int) -> None:
 
 def stopped(directory: str, kind: str) -> None:
     with started():
-        trainer, _ = fitted(Path(directory), kind, sharding(), steps=SAVED, **saving(directory))
+        trainer, _ = fitted(Path(directory), kind, sharding(), steps=SAVED, **saving(directory, averaging()))
         require_kept(directory, SAVED)
         trainer.save_checkpoint(f"{directory}/whole.ckpt")
         trainer.save_checkpoint(f"{directory}/weights.ckpt", weights_only=True)
 
 
 def resumed(directory: str, kind: str) -> tuple[Curve, Curve]:
-    expected = plain(lambda: fitted(Path(directory), kind)[1].curve)
+    def plainly() -> tuple[Curve, list[torch.Tensor]]:
+        wanted = averaging()
+        return fitted(Path(directory), kind, callbacks=[wanted])[1].curve, wanted.shadow
+
+    expected, shadow = plain(plainly)
     how = sharding("node=3", {"node": 2})
     with started():
-        last = f"{directory}/kept/last.ckpt"
-        trainer, module = fitted(Path(directory), kind, how, resume=last, **saving(directory))
+        last, average = f"{directory}/kept/last.ckpt", averaging()
+        trainer, module = fitted(Path(directory), kind, how, resume=last, **saving(directory, average))
         require_kept(directory, STEPS)
+        assert all(a.allclose(b, rtol=0, atol=1e-6) for a, b in zip(average.shadow, shadow, strict=True))
         ended = evaluated_by(trainer, module, 2)
         whole, weights = (
             evaluated_by(trainer, module, 2, ckpt_path=f"{directory}/{name}.ckpt") for name in ("whole", "weights")
@@ -390,6 +452,14 @@ def resumes_with_fabric(directory: str, expected: Curve) -> None:
         loop.fabric.load_raw(f"{directory}/raw.pt", loop.model)
         again = zm.full_state_dict(loop.model.module)
         assert all(torch.equal(value, again[name]) for name, value in full.items())
+
+        average = [param.detach().clone() for param in loop.model.parameters()]
+        loop.fabric.save(f"{directory}/averaged", loop.state() | {"average": average})
+        found = loop.state() | {"average": [torch.zeros_like(each) for each in average]}
+        loop.fabric.load(f"{directory}/averaged", found)
+        assert all(map(torch.equal, found["average"], average))
+        with pytest.raises(InputError, match="give the same values on every rank, not only on the first"):
+            loop.fabric.save(f"{directory}/no", loop.state() | {"average": average[dist.get_rank() :]})
 
         with pytest.raises(InputError, match="take no storage_options and no filter"):
             loop.fabric.save(f"{directory}/no", loop.state(), filter={"model": lambda name, value: True})
