@@ -44,7 +44,7 @@ def _tokens(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
-_count = functools.partial(_batch, parser=_tokens, metavar="INTEGER")
+_count = functools.partial(_batch, parser=_tokens, metavar="TOKENS")
 Json = Annotated[bool, _output("--json", help="Print JSON.")]
 STRATEGY = (
     "a stage per axis, innermost first, as in node=3,cluster=1; a preset such as zero3; or a file: a plan, or a "
