@@ -51,7 +51,8 @@ class Checkpoints:
         directory: a path that all ranks see, or a URL that fsspec knows.
         model: a sharded model, or all of this rank's stages of a pipeline (`zm.pipeline`), with the whole model's
             names.
-        optimizers: one or several, made from the parameters of the model, or of all of this rank's stages.
+        optimizers: one or several, made from the parameters of the model, or of all of this rank's stages. One that
+            holds other models' parameters too is also given to their checkpoints.
         keep: number of newest checkpoints to keep, at least 1.
         keep_every: also keep checkpoints whose step is a multiple of this; 0 keeps no others.
         frozen: also save frozen parameters. False saves checksums, by which a load checks the model's
@@ -153,7 +154,7 @@ class Checkpoints:
         held = self._held
         for engine in held.engines:
             engine.at_rest()
-        pieces, groups = self._pieces(), states.describe_groups(self._optimizers)
+        pieces, groups = self._pieces(), states.describe_groups(self._optimizers, self._held.names())
         plain = {"user": states.to_plain(state, "state")}
         return Snapshot(
             step=step,
@@ -162,7 +163,7 @@ class Checkpoints:
             about=_about(held),
             aliases=tensors.aliases_of(held, frozen=self._frozen),
             groups=groups if any(engine.control.first for engine in held.engines) else (),
-            numbers=tensors.number_names(self._optimizers),
+            numbers=tensors.number_names(self._held, self._optimizers),
             common=held.common,
         )
 
@@ -208,15 +209,16 @@ class Checkpoints:
 
         def restore(reader: Reader) -> None:
             groups, _ = states.read_groups(reader), states.read_state(reader)  # for its errors, before anything changes
+            own = held.names()
             if optimizers:
-                states.require_kinds(self._optimizers, groups, reader.where)
+                states.require_kinds(self._optimizers, groups, reader.where, own)
             tensors.restore_models(held, reader)
             if optimizers:
                 tensors.restore_optimizers(held, self._optimizers, reader)
             for model in held.models:
                 states.restore_extra(model, reader)
             if optimizers and optimizer_options:
-                states.restore_groups(self._optimizers, groups, reader.where)
+                states.restore_groups(self._optimizers, groups, reader.where, own)
             if random_states and reader.manifest.about.get("world") == held.control.world:
                 states.restore_random(held.control.number, reader)
 

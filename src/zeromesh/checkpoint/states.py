@@ -121,16 +121,24 @@ def require_one_holder(optimizers: Sequence[Optimizer]) -> None:
         held |= own
 
 
-def describe_groups(optimizers: Sequence[Optimizer]) -> list[Any]:
-    """The options of every parameter group, with its optimizer's class and the names of its parameters."""
+Own = Mapping[Tensor, Sequence[str]]
+"""The parameters that a checkpoint is of, with their names. An optimizer may hold those of other models too."""
+
+
+def describe_groups(optimizers: Sequence[Optimizer], own: Own) -> list[Any]:
+    """The options of every parameter group, with its optimizer's class and the names of its `own` parameters."""
     require_one_holder(optimizers)
-    return [[_describe(optimizer, group) for group in optimizer.param_groups] for optimizer in optimizers]
+    return [[_describe(optimizer, group, own) for group in optimizer.param_groups] for optimizer in optimizers]
 
 
-def _describe(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(optimizer: Optimizer, group: Mapping[str, Any], own: Own) -> dict[str, Any]:
     options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-    names = [getattr(param, "full_name", "") for param in group["params"]]
-    return {"kind": _kind(optimizer), "options": to_plain(options, "the optimizer's options"), "params": names}
+    plain = to_plain(options, "the optimizer's options")
+    return {"kind": _kind(optimizer), "options": plain, "params": _names(group, own)}
+
+
+def _names(group: Mapping[str, Any], own: Own) -> list[str]:
+    return [own[param][0] for param in group["params"] if param in own]
 
 
 def _kind(optimizer: Optimizer) -> str:
@@ -149,11 +157,10 @@ def read_groups(reader: Reader) -> Groups:
     return found
 
 
-def require_kinds(optimizers: Sequence[Optimizer], groups: Groups, where: str) -> None:
+def require_kinds(optimizers: Sequence[Optimizer], groups: Groups, where: str, own: Own) -> None:
     """Raises CheckpointError where a parameter's optimizer is of another class than the one that was saved."""
     for optimizer in optimizers:
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
-            name = getattr(param, "full_name", "")
+        for name in (name for group in optimizer.param_groups for name in _names(group, own)):
             saved, _ = groups.get(name, (None, {}))
             if saved not in (None, _kind(optimizer)):
                 raise CheckpointError(
@@ -162,14 +169,13 @@ def require_kinds(optimizers: Sequence[Optimizer], groups: Groups, where: str) -
                 )
 
 
-def restore_groups(optimizers: Sequence[Optimizer], groups: Groups, where: str) -> None:
+def restore_groups(optimizers: Sequence[Optimizer], groups: Groups, where: str, own: Own) -> None:
     """Sets each group's options to those of the first of its parameters that was saved. Raises CheckpointError, and
     changes nothing, if an option has a value of another type."""
     changes: list[tuple[dict[str, Any], str, Any]] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            names = [getattr(param, "full_name", "") for param in group["params"]]
-            _, saved = next((groups[name] for name in names if name in groups), (None, {}))
+            _, saved = next((groups[name] for name in _names(group, own) if name in groups), (None, {}))
             changes += [(group, key, value) for key, value in saved.items() if key != "params"]
     for group, key, value in changes:
         if not _fits(group.get(key), value):  # a key that is not there yet may have any value

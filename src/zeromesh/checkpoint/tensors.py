@@ -103,6 +103,9 @@ class Held:
                 for param, place in zip(buffer.optimizer_params, buffer.places, strict=True):
                     yield param, place.info.names
 
+    def names(self) -> dict[Tensor, Sequence[str]]:
+        return dict(self.params())
+
 
 def _require_joint(engines: Sequence[Engine], pipeline: Pipeline, directory: str) -> None:
     """Raises InputError on all ranks of the pipeline unless they can save together.
@@ -213,11 +216,11 @@ def collect(held: Held, optimizers: Sequence[Optimizer], *, frozen: bool) -> Ite
             yield from numbers if engine.control.first else ()
         unsharded = [whole(MODEL + name, tensor) for name, tensor in persistent_buffers(model)]
         yield from unsharded if engine.control.first else ()  # made on all ranks, for its errors
-    if states:
-        others = sorted({getattr(param, "full_name", type(param).__name__) for param in states})
+    # Another sharded model's are saved with that.
+    if others := sorted({type(param).__name__ for param in states if not isinstance(param, ShardedParameter)}):
         raise CheckpointError(
-            f"an optimizer has states of others than this model's parameters ({', '.join(others[:3])}): make one for "
-            f"each sharded model, from its parameters after zm.shard"
+            f"an optimizer has states of others than sharded models' parameters ({', '.join(others)}): make it from "
+            f"the parameters that models have after zm.shard"
         )
 
 
@@ -250,15 +253,16 @@ def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, tuple[Ten
     return states
 
 
-def number_names(optimizers: Sequence[Optimizer]) -> list[str]:
-    """Names of the states on this rank that are numbers of Python's, and not tensors: torch computes with a tensor of
-    integers in fp32, so a resumed run would round where an uninterrupted one does not."""
+def number_names(held: Held, optimizers: Sequence[Optimizer]) -> list[str]:
+    """Names of the model's states on this rank that are numbers of Python's, and not tensors: torch computes with a
+    tensor of integers in fp32, so a resumed run would round where an uninterrupted one does not."""
+    own = held.names()
     states = [item for optimizer in optimizers for item in optimizer.state.items()]
     return [
-        f"{STATE}{param.full_name}.{key}"
+        f"{STATE}{own[param][0]}.{key}"
         for param, values in states
         for key, value in values.items()
-        if isinstance(param, ShardedParameter) and is_plain_number(value)
+        if param in own and is_plain_number(value)
     ]
 
 
@@ -340,7 +344,7 @@ def restore_optimizers(held: Held, optimizers: Sequence[Optimizer], reader: Read
     fresh: dict[Optimizer, dict[Tensor, dict[str, Any]]] = {}
     pieces: list[Piece] = []
     single, read = _saved_numbers(reader), list[tuple[dict[str, Any], str]]()
-    known = dict(held.params())
+    known = held.names()
     for optimizer in optimizers:
         states = fresh[optimizer] = {}
         for group in optimizer.param_groups:
@@ -366,8 +370,9 @@ def restore_optimizers(held: Held, optimizers: Sequence[Optimizer], reader: Read
     for values, key in read:
         values[key] = values[key].item()
     for optimizer, states in fresh.items():
+        kept = {param: values for param, values in optimizer.state.items() if param not in known}  # of other models
         optimizer.state.clear()
-        optimizer.state.update(states)
+        optimizer.state.update(kept | states)
 
 
 def _state_targets(

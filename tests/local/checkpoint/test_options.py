@@ -88,12 +88,46 @@ def test_two_optimizers_of_one_parameter_are_refused(tmp_path: Path) -> None:
             checkpoints.save(1)
 
 
-def test_an_optimizer_of_two_models_is_refused(tmp_path: Path) -> None:
-    (model, optimizer), (other, _) = make(0), make(1)
-    optimizer.add_param_group({"params": [other.bias]})
-    other(torch.ones(2, 64)).square().sum().backward()
+def test_an_optimizer_of_two_models_is_saved_in_parts_with_each(tmp_path: Path) -> None:
+    """Their parameters have the same names, and each model's group has a rate of its own."""
+
+    def make_pair() -> tuple[list[nn.Module], torch.optim.Optimizer]:
+        models: list[nn.Module] = [zm.shard(nn.Linear(2, 2), None, "node=3") for _ in range(2)]
+        groups = [{"params": model.parameters(), "lr": 0.5 / (1 + i)} for i, model in enumerate(models)]
+        return models, torch.optim.AdamW(groups)
+
+    def states_of(models: list[nn.Module], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        held = [optimizer.state[param] for model in models for param in model.parameters()]
+        return [state[key].detach().clone() for state in held for key in ("step", "exp_avg", "exp_avg_sq")]
+
+    models, optimizer = make_pair()
+    for steps, model in enumerate(models):
+        for _ in range(1 + steps):
+            optimizer.zero_grad()
+            model(torch.randn(3, 2)).square().sum().backward()
+            optimizer.step()
+    saved, whole = states_of(models, optimizer), [zm.full_state_dict(model) for model in models]
+    for name, model in zip("ab", models, strict=True):
+        with zm.Checkpoints(tmp_path / name, model, optimizer) as checkpoints:
+            checkpoints.save(1)
+    models, optimizer = make_pair()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for name, model in zip("ba", reversed(models), strict=True):
+        with zm.Checkpoints(tmp_path / name, model, optimizer) as checkpoints:
+            checkpoints.load()
+        assert [group["lr"] for group in optimizer.param_groups][name == "b"] == (0.25 if name == "b" else 0.5)
+    assert all(map(torch.equal, states_of(models, optimizer), saved))
+    for model, values in zip(models, whole, strict=True):
+        assert all(torch.equal(value, values[key]) for key, value in zm.full_state_dict(model).items())
+
+
+def test_states_of_parameters_of_no_model_are_refused(tmp_path: Path) -> None:
+    (model, optimizer), other = make(0), nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [other]})
+    other.square().sum().backward()
     optimizer.step()
-    match = r"states of others than this model's parameters \(bias\): make one for each sharded model"
+    match = r"states of others than sharded models' parameters \(Parameter\): make it from the parameters that models"
     with zm.Checkpoints(tmp_path, model, optimizer) as checkpoints, pytest.raises(CheckpointError, match=match):
         checkpoints.save(1)
 
