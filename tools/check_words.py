@@ -1,7 +1,8 @@
 """Words that the project does without. Run by `make check`.
 
 No docstring or comment begins with "Of" or "What": its subject would be missing. None in `ROOMS` says "what":
-the noun that it stands for is plainer. And no identifier is one of `OLD`, which had several meanings each."""
+the noun that it stands for is plainer. No identifier is one of `OLD`, which had several meanings each. And each note
+that is referred to is written somewhere."""
 
 from __future__ import annotations
 
@@ -38,6 +39,8 @@ OLD = {
 }
 """Names that are not used again, and the ones in their place."""
 ANYWHERE = re.compile(r"\bwhat(?:ever)?\b", re.IGNORECASE)
+NOTE = re.compile(r"\[Note:\s+([A-Z][^\]]*)\]")
+WRITTEN = re.compile(r"^\W*" + NOTE.pattern + r"\s+[A-Z`]", re.MULTILINE)
 
 
 def texts(source: str) -> Iterator[tuple[int, str]]:
@@ -59,7 +62,7 @@ def old_names(source: str) -> Iterator[tuple[int, str]]:
 
 def main() -> int:
     listed = subprocess.run(["git", "ls-files", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    wrong = []
+    wrong, notes, written = [], dict[str, str](), set[str]()
     for name in (name for name in listed.splitlines() if name.endswith(".py")):
         source = (ROOT / name).read_text()
         found = [
@@ -68,6 +71,9 @@ def main() -> int:
             if BEGINNING.match(text) or (name.startswith(ROOMS) and ANYWHERE.search(text))
         ]
         wrong += [f"{name}:{line}: {text}" for line, text in [*found, *old_names(source)]]
+        notes |= {" ".join(note.split()): name for note in NOTE.findall(source)}
+        written |= {*WRITTEN.findall(source)}
+    wrong += [f"{name}: there is no [Note: {note}]" for note, name in notes.items() if note not in written]
     print("\n".join([*wrong, f"{len(wrong)} to rewrite"]))
     return bool(wrong)
 

@@ -10,6 +10,11 @@
 Memory that a job touches must live until its ticket is waited for, or its lane is closed. The engine's buffers live as
 long as the engine and its lanes. A stream's ticket keeps its job, and all that the job refers to, until it is waited
 for. So `record_stream`, which delays the allocator's frees, is not needed.
+
+[Note: Later] A stream's job that follows one of the host's threads would keep the caller waiting for that. So it stays
+in the lane's queue, with those submitted after it, until one of them is waited for, or `Lane.launch` is called. Its
+stream still comes after the caller's work at the time of submission alone. Whether the host's job has ended by then
+makes no difference, so ranks that make the same calls launch in the same order.
 """
 
 from __future__ import annotations
