@@ -154,7 +154,8 @@ class Checkpoints:
         held = self._held
         for engine in held.engines:
             engine.at_rest()
-        pieces, groups = self._pieces(), states.describe_groups(self._optimizers, self._held.names())
+        pieces, own = self._pieces(), held.names()
+        groups = states.describe_groups(self._optimizers, own)
         plain = {"user": states.to_plain(state, "state")}
         return Snapshot(
             step=step,
@@ -163,7 +164,7 @@ class Checkpoints:
             about=_about(held),
             aliases=tensors.aliases_of(held, frozen=self._frozen),
             groups=groups if any(engine.control.first for engine in held.engines) else (),
-            numbers=tensors.number_names(self._held, self._optimizers),
+            numbers=tensors.number_names(self._optimizers, own),
             common=held.common,
         )
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from zeromesh.checkpoint.full_state import buffers_of, persistent_buffers, require_names, require_own
 from zeromesh.checkpoint.manifest import DamagedError, TensorEntry
 from zeromesh.checkpoint.read import Reader, require_match
-from zeromesh.checkpoint.states import EXTRA, extra_names, is_plain_number
+from zeromesh.checkpoint.states import EXTRA, Own, extra_names, is_plain_number
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.control import Control, gather_over
 from zeromesh.engine.engine import Engine, Pipeline
@@ -216,11 +216,15 @@ def collect(held: Held, optimizers: Sequence[Optimizer], *, frozen: bool) -> Ite
             yield from numbers if engine.control.first else ()
         unsharded = [whole(MODEL + name, tensor) for name, tensor in persistent_buffers(model)]
         yield from unsharded if engine.control.first else ()  # made on all ranks, for its errors
-    # Another sharded model's are saved with that.
-    if others := sorted({type(param).__name__ for param in states if not isinstance(param, ShardedParameter)}):
+    known, others = held.names(), {param for param in states if not isinstance(param, ShardedParameter)}
+    for params in ({p for group in each.param_groups for p in group["params"]} for each in optimizers):
+        if params.isdisjoint(known):  # else another sharded model's are saved with that
+            others |= params & states.keys()
+    if others:
+        names = sorted({getattr(param, "full_name", type(param).__name__) for param in others})
         raise CheckpointError(
-            f"an optimizer has states of others than sharded models' parameters ({', '.join(others)}): make it from "
-            f"the parameters that models have after zm.shard"
+            f"an optimizer has states of others than this model's parameters ({', '.join(names[:3])}): make it from "
+            f"parameters after zm.shard, of this model alone or of several sharded ones"
         )
 
 
@@ -253,10 +257,9 @@ def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, tuple[Ten
     return states
 
 
-def number_names(held: Held, optimizers: Sequence[Optimizer]) -> list[str]:
+def number_names(optimizers: Sequence[Optimizer], own: Own) -> list[str]:
     """Names of the model's states on this rank that are numbers of Python's, and not tensors: torch computes with a
     tensor of integers in fp32, so a resumed run would round where an uninterrupted one does not."""
-    own = held.names()
     states = [item for optimizer in optimizers for item in optimizer.state.items()]
     return [
         f"{STATE}{own[param][0]}.{key}"

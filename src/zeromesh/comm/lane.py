@@ -56,7 +56,7 @@ class Ticket:
         self._event: torch.Event | None = None
         self._index: int | None = None  # of the device: torch looks one up by its index in half the time
         self._job: Job | None = None
-        # In whose queue it is, behind which other: [Note: Later].
+        # While it is not launched, the lane that has it in its queue, and the job that it waits for: [Note: Later].
         self._later: _Stream | None = None
         self._first: Ticket | None = None
 

@@ -51,6 +51,14 @@ def sliced_like(current: Any, state: Any) -> Any:
     return state
 
 
+def require_same_slices(state: Any, engine: Engine, wrong: str) -> None:
+    """Raises InputError with the words `wrong`, on all of the engine's ranks, unless the state has slices of the same
+    tensors on each: `whole_state` would wait for ever. All ranks call it."""
+    names = [each.full_name for each in tree_leaves(state) if isinstance(each, Slice)]
+    if not engine.control.same(repr(names)):
+        raise InputError(wrong)
+
+
 def gathered(state: Any, info: Any) -> Any:
     """`whole_state` of a state that torch has collected, if its `info` asks for that; slices that every rank has.
 
@@ -61,13 +69,13 @@ def gathered(state: Any, info: Any) -> Any:
     engine = next((param.engine() for param in params), None)
     if engine is None or not info.full_state_dict:
         return state
-    names = [each.full_name for each in tree_leaves(state) if isinstance(each, Slice)]
-    if any(other != names for other in engine.control.gather(names)):
-        raise InputError(
-            "full_state_dict=True gathers tensors of which every rank has a slice, and an optimizer of zm.by_owner has "
-            "whole states on some ranks: save it with zm.Checkpoints, or leave full_state_dict out and save with "
-            "torch.distributed.checkpoint; zm.full_state_dict(model) gathers the model"
-        )
+    require_same_slices(
+        state,
+        engine,
+        "full_state_dict=True gathers tensors of which every rank has a slice, and an optimizer of zm.by_owner has "
+        "whole states on some ranks: save it with zm.Checkpoints, or leave full_state_dict out and save with "
+        "torch.distributed.checkpoint; zm.full_state_dict(model) gathers the model",
+    )
     return whole_state(state, engine, everywhere=not info.cpu_offload)
 
 

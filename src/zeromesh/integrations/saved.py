@@ -8,14 +8,11 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import by_engine
-from zeromesh.engine.param import Slice
 from zeromesh.engine.whole import sliced_like, whole_state
-from zeromesh.errors import InputError
 
 
 def checkpoints_of(
@@ -29,21 +26,6 @@ def checkpoints_of(
     beneath = {param for part in model.modules() if is_peft(part) for param in part.parameters()}
     frozen = any(not param.requires_grad and param not in beneath for param in model.parameters())
     return Checkpoints(directory, model, own, keep=1, frozen=frozen)
-
-
-def whole_alike(state: Any, model: nn.Module) -> Any:
-    """`whole_state` of a state that all ranks of a sharded model have; they call this together.
-
-    Raises:
-        InputError: on all ranks, if they have other slices.
-    """
-    names = [leaf.full_name for leaf in tree_leaves(state) if isinstance(leaf, Slice)]
-    if any(other != names for other in engine_of(model).control.gather(names)):
-        raise InputError(
-            f"all ranks save slices together, each its own: give the same values on every rank, not only on the first; "
-            f"this one gives slices of {', '.join(names) or 'nothing'}"
-        )
-    return whole_state(state)
 
 
 class Registered:

@@ -116,18 +116,25 @@ def test_an_optimizer_of_two_models_is_saved_in_parts_with_each(tmp_path: Path) 
     for name, model in zip("ba", reversed(models), strict=True):
         with zm.Checkpoints(tmp_path / name, model, optimizer) as checkpoints:
             checkpoints.load()
-        assert [group["lr"] for group in optimizer.param_groups][name == "b"] == (0.25 if name == "b" else 0.5)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.5 if name == "a" else 0.0, 0.25]
     assert all(map(torch.equal, states_of(models, optimizer), saved))
     for model, values in zip(models, whole, strict=True):
         assert all(torch.equal(value, values[key]) for key, value in zm.full_state_dict(model).items())
 
 
-def test_states_of_parameters_of_no_model_are_refused(tmp_path: Path) -> None:
-    (model, optimizer), other = make(0), nn.Parameter(torch.ones(2))
-    optimizer.add_param_group({"params": [other]})
-    other.square().sum().backward()
+@pytest.mark.parametrize("of_another", [False, True])
+def test_states_of_others_parameters_are_refused(tmp_path: Path, of_another: bool) -> None:
+    """An optimizer of another model alone is a mistake: nothing of it would be saved."""
+    (model, optimizer), (other, of_other) = make(0), make(1)
+    if of_another:
+        optimizer, found = of_other, "bias, weight"
+        other(torch.ones(2, 64)).square().sum().backward()
+    else:
+        plain, found = nn.Parameter(torch.ones(2)), "Parameter"
+        optimizer.add_param_group({"params": [plain]})
+        plain.square().sum().backward()
     optimizer.step()
-    match = r"states of others than sharded models' parameters \(Parameter\): make it from the parameters that models"
+    match = rf"states of others than this model's parameters \({found}\): make it from parameters after zm.shard"
     with zm.Checkpoints(tmp_path, model, optimizer) as checkpoints, pytest.raises(CheckpointError, match=match):
         checkpoints.save(1)
 
