@@ -36,15 +36,15 @@ $(STAMP): pyproject.toml constraints.txt tools/venv.sh tools/torchtitan.txt
 demo: $(STAMP)
 	@$(BIN)/zeromesh train examples/demo.toml
 
-# Two processes, as most tests wait for ranks now and then. Each takes the half of all files that comes first or last, and
-# then from what the other has left. A thread each: those of one process would wait for a core that the other has. Tests on
-# emulated clusters are timed, and so run by themselves.
+# Three processes for two cores, as some tests wait. Each takes a third of all files, and then from those that others have
+# left. A thread each: those of one process would wait for a core that another has. Tests on emulated clusters are timed,
+# and so run by themselves.
 test: export OMP_NUM_THREADS = 1
 test: $(STAMP)
 ifdef TESTS
 	@$(BIN)/python -m pytest $(TESTS)
 else
-	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --ignore tests/netlab tests; others=$$?; \
+	@$(BIN)/python -m pytest --numprocesses 3 --dist worksteal --ignore tests/netlab tests; others=$$?; \
 	$(BIN)/python -m pytest tests/netlab && exit $$others
 endif
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from zeromesh.launch.processes import schedule_as_batch
+
 TIERS = ("pure", "local", "dist", "netlab", "gpu", "simdev")
 ROOT = Path(__file__).parent
 
@@ -16,6 +18,8 @@ settings.register_profile("project", derandomize=True, deadline=None, print_blob
 # By hand, `HYPOTHESIS_PROFILE=random` draws others each time, and prints how to draw those that fail again.
 settings.register_profile("random", derandomize=False, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
+
+schedule_as_batch()  # for the ranks too, which inherit it: they outnumber cores
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -23,6 +23,7 @@ from zeromesh.files import usable_cores
 from zeromesh.launch.device import CPU, agree_on_device, backend_for, find_device, set_variables
 from zeromesh.launch.environment import Launched
 from zeromesh.launch.failure import is_communication
+from zeromesh.launch.processes import schedule_as_batch
 from zeromesh.launch.roll_call import RollCall
 
 T = TypeVar("T")
@@ -102,7 +103,9 @@ def join_ranks(
             agree(store, rank, world)
         agree_on_device(claim, store, rank, world)
     own = None if found == CPU else found
-    if own is not None:
+    if own is None:
+        schedule_as_batch()
+    else:
         torch.accelerator.set_device_index(own)
     with _reaching_all(launched, store_file):
         dist.init_process_group(

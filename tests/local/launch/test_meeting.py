@@ -72,9 +72,11 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_rank_alone_has_a_mesh_and_the_cores(tmp_path: Path, threads: list[int]) -> None:
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # which the session has given up
     with join_ranks({"node": 1}, tmp_path / "store", device="cpu") as own:
         assert (own.rank, own.world, own.device.type, own.mesh.mesh_dim_names) == (0, 1, "cpu", ("node",))
         assert dist.is_initialized()
+        assert os.sched_getscheduler(0) == os.SCHED_BATCH
     assert not dist.is_initialized() and threads == [20]
 
 
