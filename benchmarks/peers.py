@@ -41,6 +41,7 @@ from zeromesh.strategy import Layout
 Step = Callable[[], None]
 MODELS = {
     "7M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "num_attention_heads": 4},
+    "20M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 24, "num_attention_heads": 4},
     "30M": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 10, "num_attention_heads": 8},
 }
 

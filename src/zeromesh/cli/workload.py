@@ -149,15 +149,14 @@ class Described:
             memory_margin=self.memory_margin,
         )
         strategy = chosen.candidate.strategy
-        in_lanes = not evaluator.mechanics.queues and sum(axis.stage.shards_params for axis in strategy.axes) > 1
-        if in_lanes and strategy.prefetch == 1:
+        if strategy.prefetch == 1 and not evaluator.mechanics.queues:
             candidates = (replace(chosen.candidate, strategy=replace(strategy, prefetch=count)) for count in (1, 2))
             one, two = (evaluator.estimate(candidate) for candidate in candidates)
             if evaluator.fits(two) and two.step_s < 0.99 * one.step_s:
+                less, more_gb = 1 - two.step_s / one.step_s, (two.memory_bytes - one.memory_bytes) / 1e9
                 yield (
-                    f"with two blocks gathered ahead instead of one (;prefetch=2) the step would take {two.step_s:.4g} "
-                    f"s, {1 - two.step_s / one.step_s:.1%} less, and {(two.memory_bytes - one.memory_bytes) / 1e9:.3g} "
-                    f"GB more memory"
+                    f"with two blocks gathered ahead, and two reduced at once (;prefetch=2), the step would take "
+                    f"{two.step_s:.4g} s, {less:.1%} less, and {more_gb:.3g} GB more memory"
                 )
         if self.kernels == "eager" and not self.products:
             evaluator = replace(evaluator, model=with_kernels(spec, KERNELS["compiled"]))

@@ -39,7 +39,7 @@ from zeromesh.planner.time_bound import (
     operations,
 )
 from zeromesh.planner.workload import Workload
-from zeromesh.schedule.memory import REDUCE_SLOTS
+from zeromesh.schedule.memory import reduce_slots
 from zeromesh.schedule.transfer import COPIES, Operation, Transfer
 from zeromesh.schedule.unit import BUCKET_BYTES, ITEM_BYTES
 from zeromesh.simulator.computation import Computation, MicroBatchSeconds, idle_seconds
@@ -260,7 +260,7 @@ class Bounds:
                     rows[Row.REDUCE_EDGE] += seconds
                 if unit is self._entered:
                     rows[Row.REDUCE_FIRST] += seconds
-        rows[Row.REDUCE_LATE] = self._outside(adding, REDUCE_SLOTS, Stage.TWO)
+        rows[Row.REDUCE_LATE] = self._outside(adding, reduce_slots(PREFETCH), Stage.TWO)
         shards = block.degree(*[stage for stage in STAGES if stage.shards_grads])
         return np.where(shards > 1, rows / shards, 0.0)
 
@@ -426,7 +426,7 @@ class Bounds:
                     row[alone] += seconds
         blocks = [each for each in gathered if self._in_slots(each[0], axis.stage)]
         row[Row.AHEAD] = self._outside(blocks, PREFETCH + 1, axis.stage)
-        row[Row.REDUCE_LATE] = self._outside(reduced, REDUCE_SLOTS, axis.stage)
+        row[Row.REDUCE_LATE] = self._outside(reduced, reduce_slots(PREFETCH), axis.stage)
         return row
 
     def _gathers_by_unit(self, stage: Stage) -> Iterator[tuple[UnitSpec, int]]:

@@ -25,7 +25,7 @@ from zeromesh.parallel import WHOLE
 from zeromesh.planner.space import STAGES, Block
 from zeromesh.planner.time_bound import Floats
 from zeromesh.planner.workload import Workload
-from zeromesh.schedule.memory import REDUCE_SLOTS
+from zeromesh.schedule.memory import reduce_slots
 from zeromesh.schedule.transfer import wire_bytes
 from zeromesh.simulator.computation import held_bytes
 from zeromesh.simulator.division import Division
@@ -142,7 +142,7 @@ class MemoryBound:
         kept = np.where(copied, kept_width * blocks / dropped, 0.0)
         of_units = [numels[id(unit)] for unit in self.model.units]
         gather = self._slots(width, [sum(each) for each in of_units], PREFETCH + 1)
-        sent = self._slots(DTYPE_BYTES[work.wire_dtype], [trained for trained, _ in of_units], REDUCE_SLOTS)
+        sent = self._slots(DTYPE_BYTES[work.wire_dtype], [trained for trained, _ in of_units], reduce_slots(PREFETCH))
         reduce = sent if self.planned else 0.0
         of_device = (shard for shard, on_host in self._shards(block, params, trainable) if not on_host)
         gathered = (by_param > 1) | self.host.shards_params

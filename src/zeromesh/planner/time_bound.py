@@ -4,7 +4,7 @@ Each axis has a lane for gathers and one for reductions, and a lane is serial: [
 `zeromesh.schedule.lanes`. With M micro-batches and C the seconds of all compute, let U and R be what a micro-batch
 gathers and reduces, F and B what the step's refresh and its boundary take, each in the lane that takes longest. Where
 parameters or gradients are sharded, a block's gather begins when that of the block before has ended, and so does its
-reduction, since they share slots (`PREFETCH`, `REDUCE_SLOTS`): U and R are at least the sums of the blocks' chains. Let
+reduction, since they share slots (`PREFETCH`, `reduce_slots`): U and R are at least the sums of the blocks' chains. Let
 B_l be what keeps the links of level l busy, E_g the gathers that the first computation waits for, E_r the reductions of
 the unit whose gradient comes last: nothing can hide these two.
 Communication is then under way for at least
@@ -29,7 +29,7 @@ there before a later forward begins (`PREFETCH` + 1 blocks, and units with a slo
     step >= max(f, F, G_f, h) + max(M * R, (M - 1) * (f' + b') + max(b', R, B)) + optimizer
     f' = max(f, G_f - g),    b' = max(b, G_b)
 
-A backward's gathers and its own reductions slow it down, but for L' of those that end after it (`REDUCE_SLOTS` blocks,
+A backward's gathers and its own reductions slow it down, but for L' of those that end after it (`reduce_slots` blocks,
 and units with a slot of their own): with L_b of all of them, the second maximum is also at least
 
     (M - 1) * f' + M * (b + L_b) - (M - 1) * L' + E_r * (1 - s)

@@ -19,10 +19,6 @@ from zeromesh.schedule.unit import Role
 Buffers = Sequence[Sequence[BufferLayout]]
 """BufferLayout buffers, by unit."""
 
-REDUCE_SLOTS = 1
-"""Block gradients in flight, beside those that autograd leaves of the unit whose backward runs. More would only help if
-one unit's reduction took longer than another's backward, and then the wire is the bound anyway."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPlan:
@@ -41,6 +37,12 @@ def plan_gather_slots(placed: Buffers, prefetch: int) -> SlotPlan:
     at all. A unit always lands in the same slot, since tensors that autograd saved point into it."""
     sizes = [sum(slot_bytes(p.gather_part) for p in unit) for unit in placed]
     return _plan_slots([any(p.stays for p in unit) for unit in placed], sizes, prefetch + 1)
+
+
+def reduce_slots(prefetch: int) -> int:
+    """Blocks whose gradients are reduced at once, beside those that autograd leaves of the unit whose backward runs.
+    One keeps a single axis at work; with two, each of two axes can reduce another block's."""
+    return max(1, prefetch)
 
 
 def _plan_slots(own: Sequence[bool], sizes: Sequence[int], shared: int) -> SlotPlan:
@@ -105,7 +107,7 @@ class MemoryPlan:
             persistent=by_unit(lambda buffer: buffer.persistent),
             gather=plan_gather_slots(placed, prefetch),
             # One more for each resident unit; of gradients that wait at all.
-            reduce=_plan_slots(resident, [sum(map(slot_bytes, parts)) for parts in waiting], REDUCE_SLOTS),
+            reduce=_plan_slots(resident, [sum(map(slot_bytes, parts)) for parts in waiting], reduce_slots(prefetch)),
             lanes=lanes,
             staging=staging,
             workspace=workspace,

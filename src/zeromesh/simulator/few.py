@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import lcm
 
 from zeromesh.model.spec import UnitKind
-from zeromesh.schedule.memory import REDUCE_SLOTS
+from zeromesh.schedule.memory import reduce_slots
 from zeromesh.schedule.program import PointKind
 from zeromesh.simulator.memory import host_bytes
 from zeromesh.simulator.run import Setup, Setups, Step
@@ -38,7 +38,8 @@ def peak_bytes(setup: Setup) -> tuple[float, float]:
 
 def _step_s(setup: Setup, idle_s: float) -> float | None:
     row = _row(setup)
-    period = lcm(setup.schedule.layout.strategy.prefetch + 1, REDUCE_SLOTS)
+    prefetch = setup.schedule.layout.strategy.prefetch
+    period = lcm(prefetch + 1, reduce_slots(prefetch))
     few = FEW_BLOCKS + (len(row) - FEW_BLOCKS) % period
     if few + period > len(row):
         return None

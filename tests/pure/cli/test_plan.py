@@ -233,7 +233,7 @@ def test_the_answer_says_what_two_blocks_ahead_take(zeromesh: Any) -> None:
     ]
     _, one, _ = zeromesh(*once, "--strategy", "node=3,cluster=3")
     _, two, _ = zeromesh(*once, "--strategy", "node=3,cluster=3;prefetch=2", "--json")
-    assert f"(;prefetch=2) the step would take {json.loads(two)['step_s']:.4g} s" in " ".join(one.split())
+    assert f"(;prefetch=2), the step would take {json.loads(two)['step_s']:.4g} s" in " ".join(one.split())
     for strategy in ("node=3,cluster=1", "node=3,cluster=3;prefetch=2"):
         _, answer, _ = zeromesh(*once, "--strategy", strategy)
         assert "would take" in answer and "ahead" not in answer

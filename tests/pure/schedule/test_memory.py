@@ -14,7 +14,7 @@ from tests.pure.strategy.mixes import mixes, notation
 from zeromesh.collectives.ho_ring.cost import sum_terms
 from zeromesh.errors import InternalError
 from zeromesh.schedule.buffer_layout import ALIGN_BYTES, BufferLayout, place, slot_bytes
-from zeromesh.schedule.memory import REDUCE_SLOTS, MemoryPlan, part_numel
+from zeromesh.schedule.memory import MemoryPlan, part_numel
 from zeromesh.schedule.program import Schedule
 from zeromesh.schedule.unit import ITEM_BYTES, FlatBuffer, Role, Unit
 from zeromesh.strategy import Layout
@@ -103,7 +103,7 @@ def test_slots(strategy, sizes, residents, prefetch):
     schedule = Schedule.of(layout, mixed_units(sizes, residents))
     for plan, shared, bytes_each in (
         (schedule.memory.gather, prefetch + 1, 2),
-        (schedule.memory.reduce, REDUCE_SLOTS, 2),
+        (schedule.memory.reduce, max(1, prefetch), 2),
     ):
         axes = layout.param_axes if plan is schedule.memory.gather else layout.grad_axes
         if layout.degree(axes) == 1:
