@@ -35,6 +35,7 @@ def full_state_dict(model: nn.Module | Any, *, names: Container[str] | None = No
         empty dict.
 
     Raises:
+        InputError: on all ranks, where some have other slices in the dicts, lists and tuples, or none.
         ModelError: the model has parameters that were added after `zm.shard`.
     """
     if not isinstance(model, nn.Module):

@@ -291,6 +291,15 @@ def test_rows_and_masks_of_the_whole_tensor(strategy):
 
 
 @on_ranks(2)
+def test_slices_that_one_rank_alone_has_are_not_gathered():
+    """The other would wait."""
+    average = [param.detach().clone() for param in zm.shard(Scaled(), mesh(), "node=3").parameters()]
+    with pytest.raises(InputError, match=r"all ranks gather slices together, .* not only on the first"):
+        zm.full_state_dict(average if dist.get_rank() == 0 else None)
+    assert (zm.full_state_dict(average)[0] is None) == bool(dist.get_rank())
+
+
+@on_ranks(2)
 def test_what_chooses_or_is_chosen_of_other_elements_is_refused_on_every_rank():
     model = zm.shard(Scaled(), mesh(), "node=3")
     rows = model.layer.weight.detach().clone()
