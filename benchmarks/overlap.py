@@ -28,7 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from lab import Lab
 from lab.counters import difference
 from zeromesh import simdev
 from zeromesh.engine.api import engine_of
+from zeromesh.launch.processes import schedule_as_batch
 
 LAYERS, WIDTH, TOKENS = 12, 896, 64
 PARAMETERS = LAYERS * WIDTH**2
@@ -259,9 +260,8 @@ def rank_program(
 ) -> None:
     """Prints a row for each system."""
     torch.set_num_threads(1)
+    schedule_as_batch()
     simdev.start(clock=clock)
-    with suppress(PermissionError):  # they wait nearly always, and should wake in time beside other work
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     dist.init_process_group(f"cpu:gloo,simdev:{simdev.BACKEND}")
     for name, make in systems.items():
         row = {"system": name, **measured(make)}
