@@ -133,8 +133,8 @@ class Described:
         return model, found
 
     def otherwise(self, spec: ModelSpec, hardware: Cluster, work: Workload, chosen: Choice) -> Iterator[str]:
-        """Sentences on the same choice with two blocks gathered ahead, where the engine can do that and it is faster;
-        and with compiled kernels, where none but eager ones are given."""
+        """Sentences on the same choice with two blocks at once, where axes can share them out and that is faster; and
+        with compiled kernels, where none but eager ones are given."""
         from zeromesh.cost.constants import default_constants
         from zeromesh.model.load import with_kernels
         from zeromesh.model.shape import KERNELS
@@ -149,7 +149,8 @@ class Described:
             memory_margin=self.memory_margin,
         )
         strategy = chosen.candidate.strategy
-        if strategy.prefetch == 1 and not evaluator.mechanics.queues:
+        sharded = sum(axis.stage.shards_params or axis.stage.shards_grads for axis in strategy.axes)
+        if sharded > 1 and strategy.prefetch == 1 and not evaluator.mechanics.queues:
             candidates = (replace(chosen.candidate, strategy=replace(strategy, prefetch=count)) for count in (1, 2))
             one, two = (evaluator.estimate(candidate) for candidate in candidates)
             if evaluator.fits(two) and two.step_s < 0.99 * one.step_s:

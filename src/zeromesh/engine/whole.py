@@ -34,7 +34,8 @@ def whole_state(state: Any, engine: Engine | None = None, *, everywhere: bool = 
     control, job = None if engine is None else engine.control, dist.group.WORLD if dist.is_initialized() else None
     groups = [job] if control is None else [control.group, *control.beyond]
     names = repr([each.full_name for each in tree_leaves(state) if isinstance(each, Slice)])
-    if not (len({*gather_over(job, zlib.crc32(names.encode()))}) == 1 if control is None else control.same(names)):
+    alike = control.same(names) if control else len({*gather_over(job, zlib.crc32(names.encode()))}) == 1
+    if not alike:
         raise InputError(otherwise)
 
     def gathered(sliced: Slice) -> Tensor | None:

@@ -156,9 +156,11 @@ def test_split_axis():
 @pytest.mark.parametrize(
     ("micro_batches", "first", "others"),
     [
-        (2, "node=2,cluster=1", ["node=2,cluster=1;prefetch=3", "node=3,cluster=1;overlap=gather"]),
-        (2, "node=2,cluster=2", ["node=3,cluster=2;prefetch=0", "node=3,cluster=3;prefetch=3"]),
-        (1, "node=2,cluster=2", ["node=3,cluster=3;overlap=none;prefetch=3"]),
+        (2, "node=2,cluster=1", ["node=3,cluster=1;overlap=gather", "node=3,cluster=1;prefetch=3"]),
+        (2, "node=2,cluster=2", ["node=3,cluster=3;prefetch=3"]),
+        (1, "node=2,cluster=2", ["node=3,cluster=2;prefetch=0", "node=3,cluster=3;overlap=none;prefetch=3"]),
+        (2, "node=2,cluster=0", ["node=2,cluster=0;prefetch=3"]),
+        (2, "node=3,cluster=3d", ["node=3,cluster=3d;prefetch=3"]),
     ],
 )
 @on_ranks(4)
