@@ -116,12 +116,12 @@ class AxisGroup:
         return len(self.ranks)
 
     def recorded(self, record: Callable[[Sent], None]) -> Callable[[Sent], None]:
-        """Tells `record` of collectives from now on; returns who was told."""
+        """From now on reports collectives to `record`; returns the observer before it."""
         before, self.record = self.record, record
         return before
 
     def lent(self, name: str) -> AxisGroup:
-        """For another axis along the same ranks, with the same communicators, which this one keeps meanwhile."""
+        """The same ranks and communicators for another axis; this group stays alive as long."""
         return replace(self, name=name, lender=self)
 
 
@@ -210,7 +210,7 @@ class Step:
 
     operation: str = ""  # its name; "" where nothing is sent
     groups: tuple[AxisGroup, ...] = ()  # the axes it sends over, the minor one last
-    lane: str = ""  # its name; "" where that of the chain's step before it will do
+    lane: str = ""  # its name; "" to stay in the lane of the chain's step before it
     call: partial[Any] | None = None  # the collective, bound to its tensors
     before: Copy | None = None
     after: Copy | None = None

@@ -189,8 +189,8 @@ def _make_group(name: str, key: Key, pool: _Pool, free: Sequence[int]) -> AxisGr
 
 
 def _new_group(key: Key, serial: int, description: str, parent: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Group number `serial` between these ranks, in their order, this one among them: [Note: Names]; of a key that
-    shares buffers, `parent` is the one to share with."""
+    """Makes group number `serial` between these ranks, in their order, which include this one: [Note: Names]. If the
+    key shares buffers, `parent` is the group to share them with."""
     ranks, c10d = list(key.ranks), dist.distributed_c10d
     name = hashlib.sha256(f"{ranks} {serial}".encode()).hexdigest()
     with nullcontext() if key.split and parent is None else _unbound(_world()):
@@ -259,7 +259,7 @@ class _Pool:
 
     @classmethod
     def current(cls) -> _Pool:
-        """That of the default process group: without it, nothing made beside it is of use."""
+        """The pool of the default process group; communicators made beside an earlier one are of no use."""
         world = _world()
         if cls._latest is None or cls._latest._world() is not world:
             cls._latest = cls(world)
@@ -320,8 +320,8 @@ class _Pool:
 
 
 _Offer = tuple[int, dict[int, int]]
-"""The first rank of a rank's line along an axis, which no other line has, and by serial how far its free channels are:
-of thousands of ranks each gets all offers."""
+"""The first rank of a line along an axis, which identifies the line; and by serial how far its free channels are. It is
+short, since each of thousands of ranks gets all offers."""
 
 
 def _common(offers: Sequence[Mapping[int, int]]) -> list[int]:

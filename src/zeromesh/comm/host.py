@@ -39,12 +39,13 @@ class HostLink:
             prefer_node(node)
 
     def brought(self, source: Tensor) -> Tensor:
+        """A copy of `source` in new memory of the device."""
         here = torch.empty(source.shape, dtype=source.dtype, device=self.device)
         self.copy("up", here, source)
         return here
 
     def recorded(self, record: Callable[[Sent], None]) -> Callable[[Sent], None]:
-        """Tells `record` of copies from now on; returns who was told."""
+        """From now on reports copies to `record`; returns the observer before it."""
         before, self.record = self.record, record
         return before
 

@@ -109,7 +109,7 @@ class Ticket:
         self._order()
 
     def _order(self) -> None:
-        """On the device of the lane, which need not be the current one: `Event.wait` would take that one's stream."""
+        """On the lane's device, which need not be the current one: `Event.wait` would use the current one's stream."""
         if self._event is not None:
             torch.accelerator.current_stream(self._index).wait_event(self._event)
 
@@ -128,8 +128,8 @@ class Ticket:
 
 
 class _Runner:
-    """Runs a lane's jobs where they are put. Of the first that failed it keeps the text alone, since the error itself
-    holds the job's frames alive."""
+    """Runs a lane's jobs where they are put. It keeps the text of the first error, and not the error, which would keep
+    the job's frames alive."""
 
     def __init__(self, lane: str, device: torch.device = _HOST) -> None:
         self._lane, self._device = lane, device

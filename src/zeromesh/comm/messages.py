@@ -1,4 +1,4 @@
-"""Exchanges by messages: sends and receives by this rank's own threads, which add up the terms. Gloo's, and tests'.
+"""Exchanges by messages: this rank's own threads send, receive and add up the terms. For gloo, and for tests.
 
 [Note: Messages] Gathers and long reductions are send and recv in pieces of 1 MiB: docs/decisions/0015. All receives are
 posted before the first send, since gloo sends nothing before the receiver is ready.

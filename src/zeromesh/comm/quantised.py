@@ -80,7 +80,7 @@ class _Wire:
         *,
         directions: int,
     ) -> _Wire:
-        """In it, messages of all ranks lie once for each of the `directions`: 1 of a gather, 2 of a reduction."""
+        """Room for messages of all ranks, once for each of the `directions`: a gather has 1, a reduction 2."""
         unit = 8 * form.granule  # keeps every view that follows on a multiple of eight bytes
         transport = group.transport
         # A device's workspace too is cut for messages as on the host, where kept ones were: [Note: Host copies] of

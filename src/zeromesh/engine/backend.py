@@ -1,7 +1,7 @@
 """The schedule's back end on real devices: chains of collectives on lanes.
 
-[Note: Memory] Transfers run in lanes: [Note: Lanes] of `zeromesh.schedule.lanes`. This is the memory that those of a
-kind read and write, and why nobody else touches it:
+[Note: Memory] Transfers run in lanes: [Note: Lanes] of `zeromesh.schedule.lanes`. The memory that each kind of transfer
+reads and writes, and why nobody else touches it meanwhile:
 
     refresh   master -> params    optimizers wait for it before they step
     unshard   params -> full      follows the unit's refresh; the interpreter gives a slot to one unit at a time, and
@@ -11,8 +11,8 @@ kind read and write, and why nobody else touches it:
     step      grads -> master     that lies on the host; the unit's refresh follows: [Note: Beside] of
                                   `zeromesh.engine.beside`. On the device two lanes take turns, unit by unit
 
-[Note: Versions] A slot's version names the unit whose parameters it holds, from the start of a gather until the wait
-for it none: so autograd raises where a graph reads a slot outside its unit's turn (docs/decisions/0016).
+[Note: Versions] A slot's version names the unit whose parameters it holds. From the start of a gather until the wait
+for it, it names none. So autograd raises where a graph reads a slot outside its unit's turn (docs/decisions/0016).
 
 [Note: Casts] Some forwards cast a module (`self.classifier.to(torch.float32)`), which gives its leaf other memory. The
 masters stay as they are, so the cast holds for as long as the unit is in use, in the backward too: autograd has saved
@@ -50,8 +50,8 @@ _NOBODY = 0
 _VERSION_BITS = 16  # room above a unit's version for in-place changes of its gathered parameters: [Note: Versions]
 
 Site = tuple[dict[str, nn.Parameter | None], str, Leaf, ShardedParameter, int, bool]
-"""One place of a parameter in the model: the `_parameters` of a module and a key, with the compute leaf and the
-optimizer's parameter, which stand there in turn; the leaf's address, where gathers write; and whether it is trained."""
+"""One place of a parameter in the model: the `_parameters` of a module and a key; the compute leaf and the optimizer's
+parameter, which stand there in turn; the leaf's address, where gathers write; and whether it is trained."""
 
 
 @dataclass
@@ -167,7 +167,7 @@ class UnitShards:
         self.forget_owed()
 
     def take_fresh(self) -> list[FlatShards]:
-        """The buffers on the host whose compute copy no step on the device has left; from now on none has."""
+        """The streamed buffers whose compute copy no step on the device leaves; forgets the steps of the others."""
         return [buffer for buffer in self.buffers if buffer.placed.streamed and not buffer.take_fresh()]
 
     def forget_sum(self, param: ShardedParameter, *, zeros: bool) -> None:
@@ -246,13 +246,13 @@ class DeviceBackend:
         return [tensor for tensor in (*views, *extra) if tensor.untyped_storage().data_ptr() not in own]
 
     def through(self, lanes: Mapping[str, Any], chains: Sequence[UnitChains]) -> tuple[Any, Sequence[UnitChains]]:
-        """Submits to `lanes`, perhaps observed ones, from now on, and runs `chains`; returns those before."""
+        """From now on runs `chains` in `lanes`, perhaps observed ones; returns the lanes and chains before them."""
         before = self.lanes, self.chains
         self.lanes, self.chains = lanes, chains
         return before
 
     def beside(self) -> HostWork:
-        """Work on slices in the host's memory begins."""
+        """The work on slices in the host's memory; made when the first begins."""
         from zeromesh.engine.hosted import HostWork  # of host=, or zm.parked
 
         self.work = self.work or HostWork(self)
@@ -325,7 +325,7 @@ class DeviceBackend:
             raise  # with the words of its own backend
 
     def land(self) -> None:
-        """The host comes after the copies that were waited for: it is about to use its own memory."""
+        """Makes the host itself wait for copies whose tickets were waited for, before it uses its own memory."""
         for lane in self._landing:
             if lane in self.lanes:
                 self.lanes[lane].synchronize()
@@ -338,7 +338,7 @@ class DeviceBackend:
                 lane.launch()
 
     def settle(self) -> None:
-        """Comes after the work on slices in the host's memory. Raises ModelError if they are parked."""
+        """Waits for the work on slices in the host's memory. Raises ModelError if they are parked."""
         if self.work is not None:
             self.work.settle()
 

@@ -120,8 +120,8 @@ def _run(part: _Part, step: _Step, host: HostLink, later: int) -> None:
 
 
 class _Clip:
-    """A clip of gradients in the host's memory that nobody has multiplied yet: by slice, which it keeps (another
-    gradient could take the id of one that is gone), the memory at the clip."""
+    """A clip of gradients in the host's memory that has not been applied. `grads` has their memory at the time, by
+    slice; it keeps the slices, since another one could take the id of one that is gone."""
 
     error = None  # as a ticket that has not failed
 
@@ -165,7 +165,7 @@ def _clips_of(optimizer: Optimizer) -> dict[Any, _Clip]:
 
 
 class _Part:
-    """Some parameters of an optimizer, to be stepped on by themselves: those that lie here.
+    """Some parameters of an optimizer, to be stepped on by themselves. This class is for those that lie here.
 
     `attributes` are the optimizer's own, a GradScaler's numbers among them. `backend` is that of the engine of slices,
     which are all of one `unit`; None for other parameters."""

@@ -53,7 +53,7 @@ ByLane = tuple[tuple[str, Chain], ...]
 
 
 def by_lane(chains: Iterable[Chain], default: str) -> ByLane:
-    """Those of several buffers as one; steps of no lane are in the `default` one."""
+    """The chains of several buffers as one; steps of no lane are in the `default` one."""
     parts = side_by_side(in_lanes(chain, attrgetter("lane"), default) for chain in chains)
     return tuple((lane, tuple(steps)) for lane, steps in parts)
 

@@ -61,7 +61,7 @@ class Control:
     key: str = field(default="", compare=False, repr=False)
 
     def met(self) -> Control:
-        """The same with its ranks and their key, for one more model on them; all ranks call this together."""
+        """A copy that knows all ranks and has a key for one more model on them; all ranks call this together."""
         ranks = tuple(sorted(self.gather(dist.get_rank() if dist.is_initialized() else 0)))
         if self.world == 1:
             return replace(self, ranks=ranks)
@@ -104,14 +104,14 @@ class Control:
         return values
 
     def words(self, values: Sequence[float], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """`values` on the ranks' device (or another), which need not have come to them for this to return."""
+        """`values` as a tensor on the ranks' device, or another; they may still be on their way there."""
         device = device or self.device
         pinned = device.type != "cpu"  # a copy from other memory waits for all that the device has to do
         held = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned)
         return held.to(device, non_blocking=pinned)
 
     def agree(self, values: Sequence[int], *, further: Sequence[dist.ProcessGroup] = ()) -> list[int]:
-        """The highest of each of `values` on any rank of the mesh, and of those that `further` groups lead to."""
+        """The maximum of each of `values` over the ranks of the mesh, and over `further` groups."""
         if self.group is None and not further:
             return list(values)
         return self._exchange(values, torch.int32, dist.ReduceOp.MAX, further)
@@ -141,7 +141,7 @@ class Control:
         return found
 
     def broadcast(self, values: Tensor) -> None:
-        """The values of the mesh's first rank, to all of the mesh; of any dtype and strides."""
+        """Sends the values of the mesh's first rank, of any dtype and strides, to all of its ranks."""
         broadcast_bytes(values, self.group, self.source)
 
     def say(self, value: ResultT) -> ResultT:
@@ -196,7 +196,7 @@ class Control:
             )
 
     def gather(self, value: ResultT) -> list[ResultT]:
-        """Every rank's: those of the mesh, then those of the meshes beyond."""
+        """The value of every rank: those of the mesh first, then those of the meshes beyond."""
         values = gather_over(self.group, value)
         for group in self.beyond:
             values = [each for line in gather_over(group, values) for each in line]
@@ -215,7 +215,7 @@ class Control:
                 )
 
     def same(self, text: str) -> bool:
-        """Whether all ranks have it."""
+        """Whether all ranks call this with the same text."""
         # Thousands of ranks compare a word each; texts are exchanged only to name the difference.
         word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
         highest, lowest = self._exchange([word, -word], torch.int64, dist.ReduceOp.MAX, self.beyond)
@@ -261,8 +261,8 @@ def reduce_over(
 
 
 def broadcast_bytes(values: Tensor, group: dist.ProcessGroup | None, source: int | None = None) -> None:
-    """The values of a group's rank, to all of it; of any dtype and strides. The group None is this rank alone; `source`
-    is a global rank, None the group's first."""
+    """Sends the values of one rank, of any dtype and strides, to all ranks of a group. The group None is this rank
+    alone; `source` is a global rank, None the group's first."""
     if group is not None and values.numel():
         sent = values.contiguous()
         first = dist.get_global_rank(group, 0) if source is None else source
@@ -274,8 +274,8 @@ def broadcast_bytes(values: Tensor, group: dist.ProcessGroup | None, source: int
 
 @cache
 def _stream(device: torch.device) -> torch.Stream:
-    """One for all steps: memory that is freed on a stream is used again by that stream alone. A device hands out 32 in
-    turn, so of a process's many models one may have it for a lane too, for which words then wait."""
+    """One stream for the words of all steps: memory that is freed on a stream is used again by that stream only. A
+    device hands out 32 streams in turn, so a lane of another model may get the same one, and words then wait for it."""
     return torch.Stream(device, priority=-1)  # as lanes: hosts wait for it
 
 

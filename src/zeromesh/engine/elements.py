@@ -142,8 +142,8 @@ class Home:
         return self.layout.share < 1 and set(self.control.beyond) <= set(model.beyond)
 
     def spans(self, model: Control, axes: Sequence[Axis]) -> tuple[Span, ...]:
-        """The ranks over which flat buffers that are sharded over `axes` are divided beyond their DTensors' meshes; by
-        default all of the model's."""
+        """The ranks that divide flat buffers sharded over `axes`, without those that divide DTensors. For tensors that
+        are others on other ranks of the model, all of the model's."""
         copies = self.layout.world // self.layout.degree(axes)
         return (Span(group=model.group if self.ambiguous(model) else self.control.group, copies=copies),)
 

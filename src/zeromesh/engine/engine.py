@@ -85,17 +85,19 @@ class Engine:
             guard.follow(self.interpreter)
         else:
             self.interpreter = Interpreter(schedule=schedule, backend=backend)
-        self.last = True
-        self.weight = Weight(None)
+        self.last = True  # whether the optimizer steps after the running micro-batch
+        self.weight = Weight(None)  # of the running micro-batch
         self._step = Step.SHOWN
         self._weighted: bool | None = None  # whether this step's micro-batches have weights; None before the first
-        self._halves: list[Backward] | None = None
-        self.pipeline: Pipeline | None = None
+        self._halves: list[Backward] | None = None  # where backwards for inputs only are listed, while one may run
+        self.pipeline: Pipeline | None = None  # that the model is a stage of
         self.changes = Changes(self.interpreter, backend.units)
-        # Last of those that hold the lanes: they end before the words go that they may still be at work on.
+        # Must stay the last attribute that refers to the lanes: attributes go in order, and the lanes must end before
+        # the words do that they may still be at work on.
         self._agreement = Agreement(self.interpreter, backend, self.control)
+        # Hooks on outputs that are leaves, by unit and id of the leaf: they must go when their forward is over.
         self._on_leaves: dict[tuple[int, int], tuple[weakref.ref[Forward], RemovableHandle]] = {}
-        self._watched: set[int] = set()
+        self._watched: set[int] = set()  # units that announce a backward by gradients of their own parameters
         self._outside: set[ShardedParameter] = set()  # last read outside of any autograd.Function
 
     @property
@@ -193,7 +195,7 @@ class Engine:
         return self.backend.units[param.unit].leaf_of[param]
 
     def on_demand(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`function` of whole parameters in the place of their slices: a call of their units."""
+        """Calls `function` with whole parameters in the place of their slices, as a call of their units."""
         units = dict[int, None]()
 
         def leaf(param: ShardedParameter) -> Tensor:
@@ -477,8 +479,8 @@ class Engine:
     # ---- optimizers
 
     def own(self, buckets: Sequence[Bucket], beyond: Sequence[Axis], whole: Any) -> int:
-        """Takes an optimizer's buckets of whole tensors into the schedule, under the number that is returned. `beyond`
-        are axes beyond the layouts, which they cross too; `whole` steps on them, for all such optimizers."""
+        """Adds an optimizer's buckets of whole tensors to the schedule, and returns its number there. They also cross
+        the axes `beyond`. `whole` runs the steps of all such optimizers."""
         self.whole = whole
         self.interpreter.adopt(self.schedule.with_owned(buckets, beyond))
         return len(self.schedule.buckets) - 1

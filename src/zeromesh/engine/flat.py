@@ -105,7 +105,7 @@ class FlatShards:
     # On the host, states of optimizers that step on the device, each as long as `master`. By optimizer, since several
     # may step on one parameter.
     states: MutableMapping[Optimizer, HostStates] = field(default_factory=WeakKeyDictionary)
-    fresh: bool = False  # whether a step on the device leaves the compute copy: the master need not come up for it
+    fresh: bool = False  # whether a step on the device leaves the compute copy, so that the master need not come up
     # For rounding on quantised wires, by axis; no axis is in the jobs of two lanes.
     noise: dict[str, torch.Generator] = field(default_factory=dict)
     adds: bool = False  # whether autograd adds to the accumulator itself
@@ -206,7 +206,7 @@ class FlatShards:
         self.fresh = True
 
     def take_fresh(self) -> bool:
-        """Whether one is or was; from now on none is."""
+        """Whether a step on the device leaves the compute copy; forgets that it does."""
         found, self.fresh = self.fresh, False
         return found
 
@@ -218,7 +218,7 @@ class FlatShards:
 
     @property
     def shown(self) -> Tensor:
-        """The memory that `.grad` shows: `reduced`, or where that comes down to."""
+        """The memory that `.grad` shows: `reduced`, or its copy on the host."""
         if self.host_grads is None:
             return self.reduced
         if "grads" not in self.placed.on_host_kinds:
@@ -250,7 +250,7 @@ class FlatShards:
 
     @property
     def gathered(self) -> bool:
-        """Whether units compute with a slot, and not with `params` themselves."""
+        """Whether the unit computes with a slot. If not, it computes with `params`."""
         return self.full.data_ptr() != self.params.data_ptr()
 
     @property
@@ -262,11 +262,11 @@ class FlatShards:
 
     @cached_property
     def destinations(self) -> GradDestinations:
-        """Those in `collected`."""
+        """The destinations in `collected`."""
         return self.destinations_in(self.collected)
 
     def destinations_in(self, whole: Tensor) -> GradDestinations:
-        """Those in `whole`, 1-D of `padded` elements."""
+        """The destinations in `whole`, 1-D of `padded` elements."""
         ends = [0, *(place.stop for place in self.places)]
         starts = [*(place.start for place in self.places), self.padded]
         return GradDestinations(
@@ -302,7 +302,7 @@ class FlatShards:
         return grads
 
     def take_grads(self) -> list[Tensor | None]:
-        """The same, and the leaves have them no more."""
+        """Takes them off the leaves."""
         grads, self.adds = self.grads_of_leaves(), False
         with torch._C.DisableTorchFunctionSubclass():
             for leaf in self.leaves:

@@ -67,7 +67,7 @@ def _points(reference: weakref.ref[Engine], unit: int, cast: torch.dtype | None,
         from zeromesh.engine.casts import CastCalls  # of param_dtype=
 
         calls = CastCalls(cast)
-    counts: list[bool] = []  # of its calls that run
+    counts: list[bool] = []  # for each call under way, whether it is one
 
     @as_python
     def pre_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

@@ -62,16 +62,17 @@ def show_device(model: nn.Module, device: torch.device) -> None:
 
 
 class HostWork:
-    """All that works on a model's slices in the host's memory, or has taken them away. Whoever looks comes after."""
+    """The work on a model's slices in the host's memory: steps, clips, norms, parking. Whoever looks waits for it."""
 
     def __init__(self, backend: Any) -> None:
         self._backend: Callable[[], Any] = weakref.ref(backend)  # a `DeviceBackend`, which has this object
-        self.steps: dict[int, Any] = {}  # tickets of units since somebody has last waited for all; a clip
-        # Whether clips have asked for norms of the gradients that come down; whether nothing of the model is there.
-        self.clips, self.away = False, False
+        self.steps: dict[int, Any] = {}  # by unit, tickets since the last wait for all; under `_CLIP` a clip
+        self.clips = False  # whether clips have asked for norms of the gradients that come down
+        self.away = False  # whether the whole model is parked
         self._parked: object = None  # the slices' control, while they lie elsewhere
-        self._norms: dict[int, tuple[FlatShards, Tensor]] = {}  # of gradients since somebody has last looked, by id
-        self._versions: dict[int, int] = {}  # of their memory as they are shown: kept plain tensors may be written to
+        self._norms: dict[int, tuple[FlatShards, Tensor]] = {}  # by id of the buffer, until somebody looks at gradients
+        # Versions of their memory as they were shown: plain tensors that somebody has kept may be written to.
+        self._versions: dict[int, int] = {}
 
     def add(self, unit: int, ticket: Any) -> None:
         """A ticket that whoever looks waits for; it comes after the unit's before it."""
@@ -139,7 +140,7 @@ class HostWork:
             )
 
     def settle(self, looked: object = None) -> None:
-        """Comes after the work, for one who looks at slices of this control, or at all.
+        """Waits for the work, before somebody looks at slices of the control `looked` (None: of any).
 
         Raises:
             ModelError: they are parked.

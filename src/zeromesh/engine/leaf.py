@@ -80,7 +80,7 @@ class _Closed(Leaf):
 
 
 class Retired(nn.Parameter):
-    """As the model held it before zm.shard: it has no values any more, and a sum of none would be zero."""
+    """A parameter as the model held it before zm.shard. It has no values any more: their sum, say, would be zero."""
 
     __slots__ = ()
 

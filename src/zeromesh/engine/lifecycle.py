@@ -55,8 +55,8 @@ class Changes:
         self.interpreter = interpreter
         self.units = units
         self.by_hand: set[ShardedParameter] = set()  # that somebody has written to, outside of any optimizer's step
-        self.waiting: Set[int] = frozenset()  # units that have yet to be brought up to date with their masters
-        self._stepped: set[ShardedParameter] = set()
+        self.waiting: Set[int] = frozenset()  # units whose copies have yet to follow their masters
+        self._stepped: set[ShardedParameter] = set()  # since gradients were last shown
 
     def began(self) -> None:
         """Gradients of another step are shown."""
@@ -121,8 +121,8 @@ class Agreement:
         self._interpreter = interpreter
         self._backend = backend
         self._control = control
-        self._ordered = False
-        self._said: Ticket | None = None
+        self._ordered = False  # whether all ranks have the same order of units
+        self._said: Ticket | None = None  # of the last exchange beside the computation
 
     def used(self) -> Sequence[int]:
         """Whether any rank has had a gradient of each parameter, in the order of units; collective.
@@ -141,8 +141,8 @@ class Agreement:
         return flags
 
     def _beside(self, used: list[bool]) -> list[bool]:
-        """The same where nothing but `used` is compared (no gathers, and an order that all have learnt). A rank that
-        has used all parameters knows the answer, and does not wait for the others."""
+        """As `used`, where nothing else is compared: there are no gathers, and all ranks have learnt the order. A rank
+        that has used all parameters knows the answer and does not wait for the others."""
         if self._control.group is None:
             return used
         if self._said is not None:
@@ -174,7 +174,7 @@ class Weight:
 
     def __init__(self, scale: float | None) -> None:
         self.scale = scale  # factor of a gradient, given that reductions average over ranks; None is 1
-        self._weighed: int | None = None
+        self._weighed: int | None = None  # autograd's number of the backward that came through a weighed loss
 
     def __call__(self, loss: Tensor) -> Tensor:
         """The loss that counts so; a backward through it leaves gradients as they come."""

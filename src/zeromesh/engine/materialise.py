@@ -40,7 +40,7 @@ class Materialiser:
         device: torch.device,
         init: Init | None,
         first: bool,  # whether this rank is the one whose values count
-        lazy: Container[str],  # tensors that get their values later; those that are sharded stay on the meta device
+        lazy: Container[str],  # tensors that get values later; those that are sharded stay on the meta device
     ) -> None:
         self.device, self.first, self.lazy = device, first, lazy
         self.error = ""
@@ -67,7 +67,7 @@ class Materialiser:
         yield module
 
     def unit(self, unit: ModuleUnit) -> None:
-        """The parameters of `unit`, with all else that the modules inside it and those that share them hold."""
+        """Materialises the parameters of `unit`, and all that its modules, and modules that share parameters, hold."""
         infos = [info for group in unit.groups.values() for info in group]
         sharing = {self._owners[id(params)] for info in infos for params, _ in info.sites}
         self._run({*self._inside[unit.name], *sharing})

@@ -43,7 +43,7 @@ NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 _checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
 """By optimizer: the parameters that it had when it was looked at."""
 
-_BY_OWNER = "by_owner"  # in the groups of a state dict with whole states, of which ranks may have none
+_BY_OWNER = "by_owner"  # a key in the groups of a state dict with whole states, which some ranks may have none of
 
 VOUCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # by `zm.elementwise`
 

@@ -62,12 +62,13 @@ def in_step(value: bool = True) -> Iterator[None]:
 
 
 UNSETTLED: list[weakref.ref[Any]] = []
-"""The work on slices in the host's memory that there may be: [Note: Beside] of `zeromesh.engine.beside`."""
+"""Weakly, all work on slices in the host's memory that may not have ended: [Note: Beside] of `zeromesh.engine.beside`.
+"""
 
 
 def settle(looked: object) -> None:
-    """Comes after the steps on slices in the host's memory. Raises ModelError if those of the control that is looked at
-    are parked."""
+    """Waits for steps on slices in the host's memory. Raises ModelError if the slices of the control `looked` are
+    parked."""
     for each in [*UNSETTLED]:
         if (work := each()) is not None:
             work.settle(looked)
@@ -262,7 +263,7 @@ def give_memory(grad: Slice, memory: Tensor) -> Slice:
 
 
 def _elements_of(tensor: Any) -> Elements | None:
-    """Those that a tensor is known to hold: a slice, or a plain one that an optimizer has made of a slice."""
+    """The elements that a slice holds, or a plain tensor that an optimizer has made from a slice; None if unknown."""
     if isinstance(tensor, Slice):
         return tensor.elements
     return MARKED.get(tensor) if type(tensor) is Tensor else None
@@ -517,7 +518,7 @@ def _show(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unscale(func: Any, args: Any, kwargs: Any) -> None:
-    """A step is skipped by all ranks or by none: each rank has looked at its slices only."""
+    """Each rank looks at its own slices, so ranks agree on whether to skip the step."""
     if args[2].device.type == "cpu" and args[2].is_pinned():  # GradScaler copies its scale there and does not wait
         torch.accelerator.current_stream().synchronize()
     func(*args, **kwargs)

@@ -18,7 +18,7 @@ from zeromesh.engine.optim import take_slices
 from zeromesh.errors import ModelError
 
 KINDS = {"master": 1, "owed": 1, "grads": 2, "params": 3, "kept": 3}
-"""The least stage of the host with which each leaves the device."""
+"""The lowest stage of the host with which each kind of shard leaves the device."""
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def parked(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = (), h
 
 
 def _storages(engine: Engine, stage: int) -> tuple[list[UntypedStorage], list[UntypedStorage]]:
-    """Those of shards that leave the device, and those that hold nothing between steps; each once."""
+    """Storages of shards that leave the device, and storages that hold nothing between steps; each once."""
     shards = [
         tensor
         for unit in engine.units

@@ -25,7 +25,7 @@ from zeromesh.strategy.parts import Parts, Sizes, belongs, layouts_of, part_name
 
 
 def meshes_of(parts: Parts) -> dict[str, DeviceMesh]:
-    """By name, the meshes of those that have one of their own."""
+    """The meshes of the parts that have their own, by name."""
     return {part_name(key): part.mesh for key, part in parts.items() if part.mesh is not None}
 
 
@@ -112,7 +112,7 @@ def require_inside(part: str, mesh: DeviceMesh, model: DeviceMesh | None) -> Siz
     return tuple(zip(reversed(mesh.mesh_dim_names), reversed(mesh.shape), strict=True))
 
 
-Spreads = Mapping[str, Sequence[tuple[str, Spread | None]]]  # by part: how its parameters lie, with their names
+Spreads = Mapping[str, Sequence[tuple[str, Spread | None]]]  # `spreads_of` the units
 
 
 def beyond_of(
@@ -131,7 +131,8 @@ def beyond_of(
         assert mesh is not None  # `require_inside`
         _require_divided_up(part, spreads.get(part, ()), own, mesh)
         found[part] = groups_beyond(own, spreads.get(part, ()))
-    # A tensor divided by one is the same on these ranks for the others, unless they know them as lines of more ranks.
+    # Over a group that only the part's tensors are divided over, the model's tensors are copies; and the other way
+    # round. Not so where other groups lead to the same ranks.
     for part in meshes:
         found[""] += tuple(group for group in found[part] if _crosses(group, mesh, found[""]))
     for part, own in meshes.items():
@@ -141,7 +142,7 @@ def beyond_of(
 
 
 def _crosses(group: dist.ProcessGroup, mesh: DeviceMesh | None, others: Iterable[dist.ProcessGroup]) -> bool:
-    """Whether it has this rank alone in common with a mesh, and with other groups."""
+    """Whether it has no rank but this one in common with a mesh, and with other groups."""
     ranks = set(dist.get_process_group_ranks(group))
     lines = [dist.get_process_group_ranks(other) for other in others]
     return all(len(ranks.intersection(line)) == 1 for line in [mesh.mesh.flatten().tolist() if mesh else [], *lines])
@@ -195,8 +196,8 @@ def require_divided(part: str, mesh: DeviceMesh, control: Control) -> None:
 
 
 def groups_of(homes: Mapping[str, Home], *, register: bool) -> tuple[dict[str, AxisGroup], dict[str, str]]:
-    """The groups of every axis of every layout, and which axes use another's communicators: those of which all ranks
-    can."""
+    """The groups of every axis of every layout; and for axes that use another axis's communicators, on all ranks alike,
+    that axis."""
     meshes = {home.layout.part: home.mesh for home in homes.values()}
 
     def line(layout: Layout, axis: Axis) -> tuple[int, ...]:
@@ -220,7 +221,7 @@ def groups_of(homes: Mapping[str, Home], *, register: bool) -> tuple[dict[str, A
 
 
 def _agreed(lent: Mapping[str, str], layouts: Sequence[Layout], control: Control) -> dict[str, str]:
-    """The loans that all ranks can make alike, since ranks make communicators together."""
+    """The loans that are alike on all ranks, since ranks make communicators together."""
     names = [axis.name for layout in layouts for axis in layout.axes]
     places = [names.index(lent.get(name, name)) for name in names]
     words = torch.tensor([*places, *(-place for place in places)], device=control.device)
@@ -230,7 +231,7 @@ def _agreed(lent: Mapping[str, str], layouts: Sequence[Layout], control: Control
 
 
 def modules_apart(model: nn.Module, layouts: Mapping[str, Layout]) -> Iterator[tuple[str, nn.Module, str]]:
-    """Name, module and part of those that only some of the model's ranks share."""
+    """Name, module and part of each module that only some of the model's ranks share."""
     apart = [part for part, layout in layouts.items() if layout.share < 1]
     found = parts_by_module(model, apart) if apart else {}
     for name, module in model.named_modules() if apart else ():

@@ -38,7 +38,7 @@ class Precision:
     master: torch.dtype = torch.float32  # of the optimizer's copy; fp64 for fp64 parameters
 
     def alike(self, dtype: torch.dtype) -> torch.dtype:
-        """One key for all dtypes that are alike once parameters are sharded."""
+        """A key that is equal for dtypes that share a flat buffer once parameters are sharded."""
         return dtype if dtype == torch.float64 else self.computed(dtype)
 
     def computed(self, dtype: torch.dtype) -> torch.dtype:
@@ -69,7 +69,7 @@ class ParamInfo:
 
     names: tuple[str, ...]  # qualified, without wrappers' parts, one for each place
     param: nn.Parameter
-    # Every place that holds it: the `_parameters` of the owning module, and the key. Dicts, not modules, so that the
+    # Every place that holds it: the `_parameters` of a module, and the key there. Dicts, not modules, so that the
     # engine does not keep the model alive.
     sites: tuple[tuple[dict[str, nn.Parameter | None], str], ...]
     rewritten: bool = False  # by each forward, alike on all ranks: frozen rows that an embedding renormalises
@@ -103,8 +103,8 @@ class ModuleUnit:
     names: list[str]  # of its modules, without wrappers' parts; one, unless units were joined; "" for the root
     modules: list[nn.Module]  # where hooks go: the outermost wrapper of each
     role: Role
-    # Its parameters, by (dtype, trainable, part, whether the stage of the host is not for them), each the content of
-    # one flat buffer, in order.
+    # Its parameters, by (dtype, trainable, part, whether they are outside of the host's share). Each list is the
+    # content of one flat buffer, in order.
     groups: dict[tuple[torch.dtype, bool, str, bool], list[ParamInfo]] = field(default_factory=dict)
 
     @property
@@ -119,7 +119,7 @@ class ModuleUnit:
             self.groups.setdefault(key, []).extend(infos)
 
     def describe(self, precision: Precision) -> Unit:
-        buffers = tuple(  # parameters without elements have a buffer too, and buffers have elements
+        buffers = tuple(  # parameters without elements have a buffer too, and a buffer has at least one element
             precision.buffer(max(1, sum(info.most for info in infos)), *kind) for kind, infos in self.groups.items()
         )
         return Unit(name=self.name, role=self.role, buffers=buffers)
@@ -131,7 +131,7 @@ def find_units(
     resident: Sequence[str] = (),  # qualified names of units that get a gather slot of their own
     precision: Precision = Precision(),  # frozen; parameters that are alike under it share a flat buffer
     parts: Iterable[str] = (),  # those that have layouts of their own
-    # By part, the model's under "": of which share of the tensors the host takes its stage, in percent.
+    # By part, the model's under "": the share of the tensors to which the host's stage applies, in percent.
     shares: Mapping[str, int] = MappingProxyType({}),
 ) -> list[ModuleUnit]:
     """Cuts `model` into units, root first, then in order of registration.
@@ -177,7 +177,7 @@ def join_modules(units: Sequence[ModuleUnit], precision: Precision, bucket_bytes
 
 
 def spreads_of(units: Sequence[ModuleUnit]) -> dict[str, list[tuple[str, Spread | None]]]:
-    """By part: how its parameters lie, with their names."""
+    """By part: its parameters' names, and how each lies as a DTensor."""
     found: dict[str, list[tuple[str, Spread | None]]] = {}
     for unit in units:
         for (_, _, part, _), infos in unit.groups.items():

@@ -16,8 +16,8 @@ B = TypeVar("B", contravariant=True)
 T = TypeVar("T")
 
 AHEAD = 2
-"""Buckets of whole tensors on their way to their owners while one is stepped, or waiting to be: beside them one goes
-back. Fewer would leave a lane idle at each turn, more only hold memory."""
+"""How many buckets travel to their owners, or wait there, while one is stepped on and one goes back. Fewer leave a lane
+idle at each turn, more only hold memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

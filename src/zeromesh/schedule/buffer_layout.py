@@ -20,9 +20,9 @@ pieces.
 up, one whose target lies there ends with a copy down, and nothing is copied where both ends are one tensor:
 docs/decisions/0042 lists them.
 
-[Note: Alone] A gradient that nothing is added to, of the only micro-batch of its step, need not be as wide as a sum.
-Where the first reduction is that of the accumulator, on a wire of the compute dtype, the gradient is copied to the
-accumulator's memory in that dtype, and sent from there: the same bits, without two casts on the way.
+[Note: Alone] In a step of one micro-batch nothing is added to the gradient, so it need not be as wide as a sum. If its
+first reduction starts from the accumulator, on a wire of the compute dtype, the gradient is copied into the
+accumulator's memory in that dtype and sent from there. The bits are the same, and two casts are saved.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Route:
 
     held: str  # dtype of the region that it works on
     steps: tuple[Transfer, ...] = ()  # in order; the layout's collective may carry out two neighbours at once
-    copied: Axis | None = None  # the axis over which a gather ends in memory of its own
+    copied: Axis | None = None  # the axis over which a gather fills memory of its own, the kept copy
     up: Transfer | None = None  # the copy to the device that comes first
     down: Transfer | None = None  # the copy to the host that comes last
-    passing: int = 0  # elements of memory on the device for a region that lies on the host otherwise
+    passing: int = 0  # elements of device memory for a region that otherwise lies on the host
 
     @property
     def all_steps(self) -> tuple[Transfer, ...]:
@@ -84,8 +84,8 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Persistent:
-    """Bytes of one flat buffer's persistent shards in one place; 0 where a shard does not exist, is another's alias or
-    lies elsewhere."""
+    """Bytes of one flat buffer's persistent shards in one place; 0 for a shard that does not exist, aliases another one
+    or lies elsewhere."""
 
     params: int = 0  # the parameter shard, which is the compute copy
     master: int = 0  # the state shard, which is the optimizer's copy; 0 where it is a part of the parameter shard
@@ -124,7 +124,7 @@ class BufferLayout:
     def of(
         cls, layout: Layout, buffer: FlatBuffer, role: Role = Role.BLOCK, *, beside: Iterable[Layout] = ()
     ) -> BufferLayout:
-        """Derives the rest from these three and the layouts of the unit's other buffers."""
+        """The layout of one buffer. `beside` has the layouts of its unit's other buffers."""
         param = buffer.param_dtype
         padded = layout.padded(buffer.numel, ITEM_BYTES[param])
         stays = role is Role.RESIDENT or all(map(_keeps_all, (layout, *beside)))
@@ -207,7 +207,7 @@ class BufferLayout:
 
     @property
     def gathered(self) -> bool:
-        """Whether its unit computes with a slot, and not with the parameter shard, which then is all of it."""
+        """Whether its unit computes with a slot. If not, the parameter shard is all of the buffer."""
         return self.layout.degree(self.layout.param_axes) > 1 or "params" in self.on_host_kinds
 
     @property
@@ -275,9 +275,8 @@ class BufferLayout:
 
     @property
     def master_in_params(self) -> bool:
-        """Whether the optimizer's copy is this rank's part of the compute copy: same dtype, and a refresh brings the
-        others the same values. Through a wire with less precision all ranks compute with its rounded values, this one
-        too."""
+        """Whether the optimizer's copy is this rank's part of the compute copy: both have one dtype, and no wire of the
+        refresh rounds. Where one does, all ranks compute with the rounded values, this one included."""
         param, host = self.buffer.param_dtype, self.host
         if self.buffer.master_dtype != param or host.shards_states != host.shards_params:
             return False
@@ -285,8 +284,8 @@ class BufferLayout:
 
     @property
     def kept_wire(self) -> str:
-        """How the kept copy is held: as it came over the wire of the last gather that fills it; on the host as values,
-        since messages would need memory on the device on their way."""
+        """The format of the kept copy: that of the wire of the last gather that fills it. On the host it holds values,
+        since messages would take memory of the device on their way."""
         dtype = self.buffer.param_dtype
         return dtype if self.kept_axis is None or self.kept_axis.stage.hosted else _param_wire(self.kept_axis, dtype)
 
@@ -296,17 +295,17 @@ class BufferLayout:
 
     @property
     def persistent(self) -> Persistent:
-        """On the device."""
+        """Bytes on the device."""
         return self.sizes.only(KINDS - self.on_host_kinds) if self.on_host_kinds else self.sizes
 
     @property
     def on_host(self) -> Persistent:
-        """In the host's memory."""
+        """Bytes in the host's memory."""
         return self.sizes.only(self.on_host_kinds)
 
     @property
     def sizes(self) -> Persistent:
-        """Wherever they lie."""
+        """Bytes, wherever the shards lie."""
         layout, buffer, host = self.layout, self.buffer, self.host
         states, master = self.numel(layout.significant), 0
         grads = kept = shown = cast = 0
@@ -398,8 +397,8 @@ def _reductions(layout: Layout, padded: int, dtype: str) -> tuple[list[Transfer]
 
 
 def _slot_dtype(buffer: FlatBuffer, steps: Sequence[Transfer]) -> str:
-    """Dtype of a gradient that waits for these reductions and of their sums in place: one that holds every lossless
-    wire it will cross, or fp32 if such a sum is quantised, so that it is rounded once."""
+    """Dtype of a gradient that waits for these reductions, and of their sums in place. It holds the values of every
+    lossless wire on the way. If such a sum is quantised it is fp32, so that the sum is rounded once."""
     held = {step.wire for step in steps} & set(ITEM_BYTES) or {buffer.reduce_dtype}
     if len(held) > 1 or any(coded(step.wire) for step in steps[1:]):
         held |= {"fp32"}

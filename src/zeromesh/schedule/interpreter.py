@@ -13,10 +13,9 @@ points issue the same collectives in the same order.
 [Note: Generations] Every step, load or change by hand raises a unit's generation; a copy made from an older one is not
 used again.
 
-[Note: Gradient states] Of one step, which begins with the first backward after the last one's. EMPTY: nothing
-accumulated. PARTIAL: the accumulator holds micro-batches, reduced over the axes of `grad_axes` only. REDUCED: its state
-shard holds the reduced gradient; later gradients of the same backward are reduced by themselves, then added, so nothing
-is reduced twice.
+[Note: Gradient states] A unit's gradient within one step. EMPTY: nothing is accumulated. PARTIAL: the accumulator holds
+micro-batches, reduced over the axes of `grad_axes` only. REDUCED: the state shard holds the reduced gradient. Later
+gradients of the same backward are reduced by themselves and then added, so nothing is reduced twice.
 
 [Note: Turns] Where parameters are sharded a unit is reduced as soon as its calls are over: [Note: Reverse]. Elsewhere
 ranks may call different units, so reductions are issued in the reverse of an order that all share, each once in a
@@ -43,8 +42,8 @@ T = TypeVar("T")
 class UnitState(Generic[T]):
     """The state of one unit; generations count from 1, so 0 is never valid."""
 
-    generation: int = 1  # that of its masters: [Note: Generations]
-    refreshed: int = 1  # the generation that its compute copy was made of
+    generation: int = 1  # of its masters: [Note: Generations]
+    refreshed: int = 1  # the generation of masters from which its compute copy was made
     full: int = 0  # the generation in its gather slot
     kept: int = 0  # the generation of its kept copy
     in_use: bool = False  # the model is pointed at the gathered parameters
@@ -61,7 +60,7 @@ class Interpreter(Generic[T]):
 
     schedule: Schedule
     backend: Backend[T]
-    # Is told of every point as it is reached, before its ops; an observer for traces.
+    # Called at every point, before its ops: an observer for traces.
     watch: Callable[[PointKind, int], None] = lambda point, unit: None
     states: list[UnitState[T]] = field(init=False)
     gather_slots: list[int | None] = field(init=False)  # which unit has each; None is free
@@ -74,8 +73,8 @@ class Interpreter(Generic[T]):
     awaited: set[int] = field(default_factory=set)  # units whose forward no backward has followed
     # Calls of each trainable unit that a reentrant checkpoint made without autograd, and is to repeat in a backward.
     to_repeat: Counter[int] = field(default_factory=Counter)
-    _graphs: weakref.WeakSet[Forward] = field(default_factory=weakref.WeakSet)
-    _forwards: int = 0
+    _graphs: weakref.WeakSet[Forward] = field(default_factory=weakref.WeakSet)  # to which a backward may come back
+    _forwards: int = 0  # how many have begun
 
     def __post_init__(self) -> None:
         self.states = [UnitState() for _ in self.schedule.units]
@@ -130,7 +129,7 @@ class Interpreter(Generic[T]):
         return Call(forward, unit, end, self.states[unit].generation)
 
     def begin_backward(self, backward: Backward | None = None) -> Backward:
-        """When the first gradient of a backward has arrived; returns that which runs already, if one does."""
+        """When the first gradient of a backward has arrived. Returns the running backward, or begins this one."""
         self.backward = self.backward or backward or Backward()
         return self.backward
 
@@ -154,14 +153,14 @@ class Interpreter(Generic[T]):
         self.backward = None
 
     def back_through(self, forwards: Iterable[Forward]) -> None:
-        """Goes back to the beginnings of forwards, the latest first: at the end of a backward, or for the parameters'
-        half of one whose inputs' half has reached them."""
+        """Goes back to the beginnings of forwards, the latest first: at the end of a backward, or in the second half of
+        a split one."""
         for forward in sorted(forwards, key=lambda forward: -forward.number):
             self._go_back(forward, 0)
 
     def stepped(self, units: Iterable[int], *, refresh: Iterable[int] | None = None) -> None:
-        """An optimizer, a load or the user has changed the masters of `units`. Those to `refresh` now are of
-        these or of earlier calls; None for `units`."""
+        """An optimizer, a load or the user has changed the masters of `units`. `refresh` has the units, of this call or
+        of earlier ones, to be refreshed now; None for `units`."""
         self.watch(PointKind.STEPPED, -1)
         changed = set(units)
         for unit in changed:
@@ -182,7 +181,7 @@ class Interpreter(Generic[T]):
         self.to_repeat.pop(unit, None)  # those that were not repeated until now have lost their backward
 
     def begin_step(self) -> None:
-        """Nothing is accumulated any more. Reductions under way are waited for; nobody reads their results."""
+        """Discards all sums. It waits for reductions under way, whose results nobody reads."""
         for state in self.states:
             self._settle(state, "taking", "reducing")
             state.grad = GradState.EMPTY
@@ -196,7 +195,7 @@ class Interpreter(Generic[T]):
         self.awaited.clear()
 
     def forget(self) -> None:
-        """Nothing that was gathered is there any more."""
+        """Counts all gathered parameters as gone."""
         for unit in range(len(self.states)):
             self._drop(unit)
 
@@ -215,7 +214,7 @@ class Interpreter(Generic[T]):
         self.schedule = schedule
 
     def watched(self, watch: Callable[[PointKind, int], None]) -> Callable[[PointKind, int], None]:
-        """Tells `watch` of points from now on; returns who was told."""
+        """From now on calls `watch` at points; returns the observer before it."""
         before, self.watch = self.watch, watch
         return before
 
@@ -339,8 +338,8 @@ class Interpreter(Generic[T]):
             self.backend.unuse(unit)
 
     def _drop(self, unit: int) -> None:
-        """A gather that nobody has waited for goes on: whoever is next to write to the slot or its source waits for it.
-        Otherwise a rank that has gathered a unit which no other has would wait for ever, before ranks compare."""
+        """Does not wait for a gather under way: whoever next writes to the slot or to its source does. A rank that has
+        gathered a unit which no other rank gathers would hang here, before ranks compare their calls."""
         self._reshard(unit)
         state = self.states[unit]
         state.full = state.kept = 0

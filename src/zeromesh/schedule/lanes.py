@@ -29,7 +29,7 @@ class Lanes:
 
     @classmethod
     def of(cls, placed: Iterable[BufferLayout], lent: Mapping[str, str] = MappingProxyType({})) -> Lanes:
-        """Those that the routes of these buffers take; `lent` as `lent_axes` gives it."""
+        """The lanes of these buffers' routes; for `lent` see `lent_axes`."""
         lines = dict[tuple[Direction, str], str]()  # the axis that has the communicator, by each that uses it
         sharing = dict[tuple[Direction, str], dict[str, None]]()  # axes of one lane, by each of them
         for buffer in placed:
@@ -44,8 +44,8 @@ class Lanes:
         return cls({key: f"{key[0]}/{'+'.join(sharing[key[0], line])}" for key, line in lines.items()})
 
     def lane(self, direction: Direction, axis: str = "") -> str:
-        """The name of the lane for transfers over an axis. Jobs over none, and over axes beyond the layouts, whose
-        communicators nothing else uses, have any of their direction."""
+        """The name of the lane for transfers over an axis. Any lane of their direction will do for jobs over no axis,
+        and for axes beyond the layouts, whose communicators nothing else uses."""
         others = (lane for (way, _), lane in self.of_axis.items() if way == direction)
         return self.of_axis.get((direction, axis)) or next(others, direction)
 
@@ -56,8 +56,8 @@ class Lanes:
 
 
 def in_lanes(steps: Sequence[T], lane_of: Callable[[T], str], default: str) -> list[tuple[str, list[T]]]:
-    """A chain cut up by lane, in order. Steps without one stay with those before them; of a chain without any lane, all
-    are in the `default` one."""
+    """A chain cut up by lane, in order. A step without a lane stays with the step before it; a chain without any lane
+    is in the `default` one."""
     found = list[tuple[str, list[T]]]()
     for step in steps:
         lane = lane_of(step) or (found[-1][0] if found else next(filter(None, map(lane_of, steps)), default))
@@ -79,8 +79,8 @@ def side_by_side(chains: Iterable[list[tuple[str, list[T]]]]) -> list[tuple[str,
 
 
 def lent_axes(layouts: Iterable[Layout], line_of: Callable[[Layout, Axis], Hashable]) -> dict[str, str]:
-    """By name, axes that use the communicators of another, which is named: the ranks are the same. `line_of` makes a
-    key that is equal for axes along which each rank has the same others, in the same order."""
+    """Axes that use another axis's communicators, since the ranks are the same: the lender's name, by the borrower's.
+    `line_of` makes a key that is equal for axes along which each rank has the same others, in the same order."""
     lenders, found = dict[Hashable, str](), dict[str, str]()
     for layout in layouts:
         for axis in (axis for axis in layout.axes if axis.size > 1):

@@ -17,7 +17,7 @@ from zeromesh.schedule.transfer import Transfer
 from zeromesh.schedule.unit import Role
 
 Buffers = Sequence[Sequence[BufferLayout]]
-"""BufferLayout buffers, by unit."""
+"""The buffers of each unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class MemoryPlan:
     gather: SlotPlan = SlotPlan()
     reduce: SlotPlan = SlotPlan()
     lanes: Lanes = field(default_factory=Lanes)
-    # By lane: for the longest region that is cast around a wire, and beside the regions that collectives work on.
+    # Bytes by lane: for the longest region that is cast for a wire, and for the collectives' own working memory.
     staging: Mapping[str, int] = field(default_factory=dict)
     workspace: Mapping[str, int] = field(default_factory=dict)
     host: MemoryPlan | None = None  # the host's memory, where anything lies there
@@ -115,7 +115,7 @@ class MemoryPlan:
         )
 
     def keeps(self, unit: int) -> bool:
-        """Whether there is a copy of the unit that its backward's gather may begin with."""
+        """Whether the unit has a kept copy, with which its backward's gather may begin."""
         own = any(buffer.kept for buffer in self.persistent[unit])
         return own or (self.host is not None and self.host.keeps(unit))
 
@@ -147,9 +147,9 @@ MESSAGES_BYTES = 8 << 20
 """Room for pieces of 1 MiB from one peer and of half a MiB from three."""
 
 ROUNDS = 2
-"""Most exchanges in which a device sends a region coded: the host launches each with up to four kernels, and a lane
-waits for one before it begins the next. A unit may take ten launches on an axis in a direction, so that the host
-keeps ahead. With more rounds the room would be smaller: here it holds messages of half a chunk from every rank."""
+"""Most exchanges in which a device sends one coded region. The host launches up to four kernels for each. So a unit
+takes some ten launches on an axis and in a direction, and the host keeps ahead of the device. More rounds would need
+less room, which here holds messages of half a chunk from every rank."""
 
 ALIGN = 64
 """Parts begin at multiples of this many elements, so that vector loads of any dtype are aligned."""

@@ -5,9 +5,9 @@ forward and backward; ``last`` marks the micro-batch after which the optimizer s
 
     PRE_FORWARD(u)   POST_FORWARD(u)    around a unit's forward
     END_FORWARD                         the outermost forward has ended, and no backward will come
-    LEAVE                               the outermost forward has ended, the root's or that of a unit called by itself
-    PRE_BACKWARD(u)  POST_BACKWARD(u)   a gradient of a call's output has arrived; one has arrived of a call before all
-                                        of its calls, and its parameters have theirs
+    LEAVE                               the outermost forward has ended, of the root or of a unit called by itself
+    PRE_BACKWARD(u)                     the gradient of an output of a call of u has arrived
+    POST_BACKWARD(u)                    the backward has passed all calls of u: its parameters have their gradients
     PRE_RECOMPUTE(u) POST_RECOMPUTE(u)  around a forward that activation checkpointing repeats inside the backward
     END_BACKWARD                        autograd has nothing left to do
     STEPPED(u)                          an optimizer has updated the unit
@@ -161,8 +161,8 @@ class Schedule:
         return replace(self, order=tuple(order))
 
     def with_owned(self, buckets: Sequence[Bucket], beyond: Sequence[Axis] = ()) -> Schedule:
-        """The same schedule with one more optimizer, that steps on these buckets of whole tensors, which cross `beyond`
-        too."""
+        """The same schedule with one more optimizer, which steps on these buckets of whole tensors. They cross the axes
+        `beyond` as well."""
         further = tuple(axis for axis in beyond if axis not in self.beyond)
         return replace(self, buckets=(*self.buckets, tuple(buckets)), beyond=(*self.beyond, *further))
 
@@ -222,7 +222,7 @@ def _program(
     units: tuple[_Facts, ...],
     order: tuple[int, ...],
 ) -> Program:
-    """Layouts have few different ones, and a search comes here thousands of times: they share them."""
+    """Cached, since a search asks for thousands of programs and few of them differ."""
     program: dict[tuple[PointKind, int], tuple[Op, ...]] = {}
     for position, unit in enumerate(order):
         ahead, behind = order[position + 1 :], order[:position][::-1]

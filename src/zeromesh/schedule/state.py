@@ -80,12 +80,12 @@ class Backend(Protocol[T]):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Forward:
-    """One forward that no other one of the same model encloses. Whoever waits for its backward keeps it alive."""
+    """An outermost forward: no other one of its model encloses it. Calls that wait for a backward keep it alive."""
 
     number: int  # grows with each forward
-    # Units with beginnings (False) or ends (True) of calls that a backward will come back to; None for other calls.
+    # Beginnings (False) and ends (True) of calls of units, in order; None for calls that no backward comes back to.
     marks: list[tuple[int, bool] | None] = field(default_factory=list)
-    # Where the beginnings of calls under way will be marked, with their units; innermost last.
+    # Calls under way, innermost last: the place of the call's beginning among `marks`, and its unit.
     running: list[tuple[int, int]] = field(default_factory=list)
     calls: Counter[int] = field(default_factory=Counter)  # how many of the marked calls each unit has
     hidden: set[int] = field(default_factory=set)  # units that returned nothing at which a gradient is seen to arrive
@@ -102,8 +102,8 @@ class Forward:
             self.read.append(unit)
 
     def reads_until(self, unit: int) -> Iterator[int]:
-        """As a call of `unit` ends: the units that end before it since they were read, the last first; none unless it
-        is the outermost call."""
+        """The units that were read and must end before this call of `unit` does, the last first; none unless it is the
+        outermost call."""
         while self.read and next(at for at in reversed(range(len(self.running))) if self.running[at][1] == unit) == 0:
             yield self.read.pop()
 
@@ -128,18 +128,18 @@ class Forward:
 class Call:
     """One forward of a unit, as its backward will know it."""
 
-    forward: Forward  # that it was a part of
+    forward: Forward  # the outermost one around it
     unit: int
     end: int  # the place of its end among the forward's marks
-    generation: int  # that of the unit's parameters then
+    generation: int  # of the unit's parameters at that time
 
 
 @dataclass(slots=True, eq=False)
 class Backward:
-    """One run of autograd: [Note: Reverse]. Or the second half of one whose first half, for the gradients of inputs
-    alone, has been run: pipelines fill their bubbles with such, and nothing of autograd's then tells where it is."""
+    """One run of autograd: [Note: Reverse]. Or the second half of a split one, which computes the gradients of
+    parameters: pipelines fill bubbles with these, and no hook of autograd tells how far they are."""
 
-    task: int = 0  # autograd's number of it
+    task: int = 0  # autograd's number of this run
     # Weak reference to autograd's callback at its end; dead once that was called, or never will be.
     ended: Callable[[], object] = lambda: None
     last: bool = True  # its micro-batch is the last before the optimizer's step
@@ -148,20 +148,20 @@ class Backward:
     stale: dict[int, int] = field(default_factory=dict)
     inputs_only: bool = False  # the gradients of parameters come in another one, so nothing is reduced
     retains: bool = False  # autograd keeps its graphs for another one
-    # Is called with a unit in use before it is left for good; in a second half, to compute its parameters' gradients.
+    # Called with a unit before it is left for good. A second half computes the gradients of its parameters here.
     bring: Callable[[int], None] = lambda unit: None
-    reached: dict[Forward, int] = field(default_factory=dict)  # how many of its marks are still to be passed
+    reached: dict[Forward, int] = field(default_factory=dict)  # how many marks of each are still to be passed
     left: Counter[tuple[Forward, int]] = field(default_factory=Counter)  # how many calls of the unit have been left
     reduced: set[int] = field(default_factory=set)  # units whose gradients were handed on
-    turn: int = 0  # units in the reverse of the shared order whose reductions are issued or need not be
+    turn: int = 0  # how many units, from the end of the shared order, have been reduced or skipped
 
     def reach(self, forward: Forward) -> None:
-        """It comes back to a forward."""
+        """The backward has come to a forward."""
         self.reached[forward] = len(forward.marks)
         forward.over = not (self.inputs_only or self.retains)
 
     def take_turn(self) -> None:
-        """The next unit's reductions are issued or need not be."""
+        """One more unit has been reduced or skipped."""
         self.turn += 1
 
     def has_left(self, forward: Forward, unit: int) -> bool:

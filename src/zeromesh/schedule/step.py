@@ -35,7 +35,7 @@ def run_micro_batch(
         last: whether the optimizer's step follows.
         compute: called between the points around a part's forward, recomputation or backward.
         returned: whether a backward comes back to it: not where neither it nor anything before it trains.
-        parts: the unit that each part is a call of, root first; None where each unit is one, under its own number.
+        parts: the unit of each part, root first; None if each unit is one part, under its own number.
     """
     calls = run_forward(interpreter, compute=compute, returned=returned, parts=parts)
     interpreter.begin_backward(Backward(last=last))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 Copying = Literal["up", "down"]
-"""To the device, and to its host."""
+"""Up to the device, or down to its host."""
 
 Direction = Literal["gather", "reduce"]
 """An axis has a communicator for each."""
@@ -48,7 +48,7 @@ class Transfer:
 
     @property
     def line(self) -> str:
-        """Whose bytes it sends: its axis, or one direction of the link to the host."""
+        """The link that it uses: its axis, or one direction between device and host."""
         return f"{HOST} {self.operation}" if self.operation in COPIES else self.axis.name
 
     @property

@@ -18,17 +18,16 @@ FROZEN_BYTES = {
     "code e4m3": 1,
     "code e5m2": 1,
 }
-"""Bytes of one element of each dtype that frozen parameters alone may have. It is theirs on every wire, and its name
-that of no wire, of users' own neither: none has a space."""
+"""Bytes of one element of the dtypes that only frozen parameters may have. They cross every wire in this dtype. No
+wire, not even a user's own, has such a name: names of wires have no spaces."""
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2} | FROZEN_BYTES
 """Bytes of one element of each dtype."""
 
 BUCKET_BYTES = 25 << 20
-"""Size of joined units if no parameters are sharded; DDP's default. On 4 ranks that share 2 cores a model of 29 MB
-takes 1.00 of DDP's step so, 1.07 with 8 MiB and 1.15 unit by unit: a collective has its own cost, and moving data
-beside computation another. Behind 1 Gbit/s 8 MiB, which hide more, are 7 % faster. The blocks of a model that needs a
-cluster are larger than either."""
+"""Size of joined units if no parameters are sharded; DDP's default. On 4 ranks that share 2 cores, a step of a model of
+29 MB takes 1.00x DDP's time with it, 1.07x with 8 MiB and 1.15x unit by unit: each collective has a fixed cost. Behind
+1 Gbit/s, 8 MiB are 7 % faster since they hide more. Blocks of models that need a cluster are larger than either."""
 
 
 class Role(enum.Enum):
@@ -49,8 +48,8 @@ class FlatBuffer:
     master_dtype: str | None  # in the optimizer's copy; None if frozen: they have neither gradient nor states
     grad_dtype: str = "fp32"  # in the accumulated gradient shard
     reduce_dtype: str = "fp32"  # of gradients on the wire unless an axis says otherwise
-    part: str = ""  # the part of the model that they belong to, which has its own layout; "" for all that no part has
-    on_device: bool = False  # its tensors are not of the share that the host's stage is for
+    part: str = ""  # the part of the model that they belong to, with its own layout; "" outside of all parts
+    on_device: bool = False  # whether its tensors are outside of the share to which the host's stage applies
 
     def __post_init__(self) -> None:
         for dtype in (self.param_dtype, self.master_dtype or "fp32", self.grad_dtype, self.reduce_dtype):
@@ -65,8 +64,8 @@ class FlatBuffer:
 
 
 class HostShare:
-    """Tells which tensors of a model, or a part, the stage of the host is for: the last ones, until their trained
-    elements are `percent` of all `trained` ones."""
+    """Decides to which tensors of a model, or of a part, the host's stage applies: the last ones, up to `percent` of
+    all `trained` elements."""
 
     def __init__(self, percent: int, trained: int) -> None:
         self._left = (100 - percent) * trained
@@ -96,10 +95,10 @@ class Unit:
 
 
 def neighbours(units: Sequence[Unit], bucket_bytes: int) -> list[list[int]]:
-    """Which units, by index, are joined: neighbours, until their parameters take `bucket_bytes`. For strategies that
-    shard no parameters: a unit is then only a group of gradients that are reduced together, and each collective has a
-    fixed cost. Units inside others stay as they are. The root's parameters, as a rule a few, are the last whose
-    gradients are there, as are those of the first units: they go together."""
+    """The units to join, by index: neighbours, until their parameters take `bucket_bytes`. For strategies that shard no
+    parameters: a unit then only groups gradients that are reduced together, and each collective has a fixed cost. Units
+    nested in others are not joined. The root, which has few parameters, joins the first units: their gradients come
+    last."""
     groups: list[list[int]] = []
     room = 0
     for index, unit in enumerate(units):

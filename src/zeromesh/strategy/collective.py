@@ -1,5 +1,5 @@
-"""The ways to carry out collectives over several levels, as far as layouts depend on them: a strategy's `collective=`
-names one. `zeromesh.collectives` has them."""
+"""The ways to run collectives over several levels, as far as layouts depend on them. A strategy chooses one with
+`collective=`; `zeromesh.collectives` implements them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Collective:
     """One way, without state."""
 
     name: ClassVar[str]  # as the notation spells it
-    # It sends the bytes of level after level, and is a `zeromesh.collectives.ByLevel`; others can be predicted for
-    # other engines, and not run.
+    # Whether it works level by level, as a `zeromesh.collectives.ByLevel`. The engine runs only these; the others can
+    # be predicted, for other engines.
     by_level: ClassVar[bool] = False
-    # Two neighbouring steps run at once where both scatter or both gather, lossless and with no copy between them.
-    # Replicated buffers are then scattered over every level and gathered again. Plans try it unasked where ranks
+    # Whether two neighbouring steps run at once if both scatter or both gather, lossless and with no copy in between.
+    # Replicated buffers are then scattered over every level and gathered again. Plans try it by default where ranks
     # exchange messages.
     pairs: ClassVar[bool] = False
-    # A `zeromesh.cost.JointCost`, or "module:class" of one, which whoever only runs it never imports.
+    # A `zeromesh.cost.JointCost`, or its "module:class", so that the engine does not import it.
     costs: ClassVar[str | type]
 
 
@@ -32,7 +32,7 @@ HOMES = {
 """Where each is defined; it is imported when first asked for."""
 
 AUTO = "auto"
-"""Level after level; to engines that issue one collective over several axes, that."""
+"""Level by level. Where another engine is predicted that issues one collective over several axes, that one."""
 
 _FOUND: dict[str, Collective] = {}
 

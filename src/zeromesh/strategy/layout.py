@@ -37,8 +37,8 @@ COMPUTED_BYTES = 2
 class Axis:
     """One axis of a layout: a mesh axis, or a part of one."""
 
-    # Unique label: the mesh axis's name, of a split axis with its size, as ``node[2]`` (the second part of a size is
-    # ``node[2]#2``); behind the name of the part of the model whose layout it belongs to, if to one.
+    # Unique label: the mesh axis's name, and the size if that axis is split, as in ``node[2]`` (a second part of this
+    # size is ``node[2]#2``). In the layout of a part of the model, the part's name comes first.
     name: str
     mesh_axis: str
     size: int
@@ -54,10 +54,10 @@ class Layout:
     strategy: Strategy  # in normal form
     mesh: tuple[tuple[str, int], ...]  # (name, size) of each mesh axis, innermost first
     axes: tuple[Axis, ...]  # the strategy's axes with sizes, innermost first
-    part: str = ""  # the part of the model that this is the layout of; "" for all that no part has
-    feeders: int | None = None  # ranks whose losses reach its parameters; gradients are their mean. None: its mesh's
-    # The sharded axes, most significant first ([Note: Significance]); those that shard parameters; those that shard
-    # gradients between micro-batches. Every buffer of every unit asks: sorting anew each time was half of a simulation.
+    part: str = ""  # the part of the model that has this layout; "" for the modules outside of all parts
+    feeders: int | None = None  # how many ranks' losses its gradients are the mean of; None for the ranks of the mesh
+    # The sharded axes, most significant first ([Note: Significance]), and the prefixes that shard parameters, and
+    # gradients between micro-batches. Kept, since sorting at each use was half of a simulation.
     significant: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
     param_axes: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
     grad_axes: tuple[Axis, ...] = field(init=False, compare=False, repr=False)
@@ -141,8 +141,8 @@ class Layout:
         return axes[:-1] if whole else axes
 
     def above(self, axis: Axis) -> tuple[Axis, ...]:
-        """The axes that cut the region which a collective over `axis` works on: of sharded ones those that are more
-        significant, of a replicated one all."""
+        """The axes that divide the region on which a collective over `axis` works: the more significant ones if it is
+        sharded, else all sharded axes."""
         order = self.significant
         return order[: order.index(axis)] if axis in order else order
 
@@ -180,7 +180,7 @@ def _with_lone_axes(strategy: Strategy, mesh: Sequence[tuple[str, int]]) -> Stra
         if size == 1 and name not in named:
             inside = {inner for inner, _ in mesh[:index]}
             terms.insert(sum(term.name in inside for term in terms), AxisStage(name=name, stage=Stage.ZERO))
-    # Equal in nearly all cases, and a search makes thousands of layouts.
+    # In nearly all cases nothing was added, and a search makes thousands of layouts.
     return strategy if len(terms) == len(strategy.axes) else replace(strategy, axes=tuple(terms))
 
 

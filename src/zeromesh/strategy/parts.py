@@ -38,7 +38,7 @@ class Part:
 
 
 Parts = Mapping[str | type, Part]
-"""By pattern of module names, or class."""
+"""Parts by pattern of module names, or by class."""
 
 
 def part_name(key: str | type) -> str:

@@ -18,11 +18,11 @@ Recompute = Literal["none", "selective", "full"]
 
 
 def settle_dtypes(owner: object) -> None:
-    """Gives a plan or a workload its dtypes by name, and in fp64 the sums and masters that the engine then has, in fp64
-    too.
+    """Replaces the dtypes of a plan or a workload by our names. With fp64 parameters, gradients and masters are fp64
+    too, as in the engine.
 
     Raises:
-        InputError: one of its `DTYPE_FIELDS` is no dtype that a model computes in.
+        InputError: models do not compute in one of these dtypes.
     """
     for field in DTYPE_FIELDS:
         object.__setattr__(owner, field, dtype_name(getattr(owner, field), field))
@@ -108,7 +108,7 @@ class Plan:
         return cls.from_json(read_text(path, kind="a plan"), source=str(path))
 
     def on_axes(self, axes: Sequence[tuple[str, int]]) -> Strategy:
-        """The strategy on a mesh, without axes of one rank that the mesh has not.
+        """The strategy for a mesh. Planned axes of one rank are left out where the mesh lacks them.
 
         Raises:
             MeshError: an axis has another size than it was planned for.

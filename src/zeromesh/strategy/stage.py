@@ -10,8 +10,8 @@ from zeromesh.wires import DTYPES, coded, spellings
 
 
 class Stage(enum.Enum):
-    """The ZeRO stage of one axis, with ``k`` where gathered parameters are kept from forward to backward, and ``h``
-    where they are kept in the host's memory. Or that of the host itself, which says which shards lie there.
+    """The ZeRO stage of one axis, or of the host. ``k`` keeps gathered parameters from forward to backward, and ``h``
+    keeps them in the host's memory. The host's own stage says which shards lie there.
 
     ========  ============  ==============================  ==========================
     stage     sharded       every micro-batch               every step
@@ -75,7 +75,7 @@ class Stage(enum.Enum):
 
 
 HOST = "host"
-"""The level below the device: its memory. No axis of the mesh, it cuts nothing."""
+"""The level below the device: its host's memory. It is no axis of the mesh and divides nothing."""
 
 FLOAT_DTYPES = ("fp64", "fp32", "bf16", "fp16")
 """Dtypes of parameters, gradients and masters in memory."""
@@ -87,10 +87,10 @@ _TORCH_NAMES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float
 
 
 def dtype_name(dtype: object, field: str) -> str | None:
-    """The name of a dtype that is given as torch's own, by our name or by torch's; of None, None.
+    """Our name of a dtype, which is given as torch's object, by torch's name or by ours. None stays None.
 
     Raises:
-        InputError: a model does not compute in it.
+        InputError: models do not compute in this dtype.
 
     >>> dtype_name("torch.bfloat16", "param_dtype"), dtype_name("fp32", "grad_dtype")
     ('bf16', 'fp32')

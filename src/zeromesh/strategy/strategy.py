@@ -48,7 +48,7 @@ class AxisStage:
     stage: Stage
     wire: Wire = DEFAULT_WIRE
     split: Split = None  # None for the whole axis; a size for a part of it; "*" for the rest of it
-    # The size that the parts of a whole axis were given with, which the mesh must have. The term's meaning ignores it.
+    # If a whole axis was written as parts with sizes: their product, which the mesh must have. It is not compared.
     spelt: int | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ _HOST = re.compile(rf"{HOST}(\[(?P<size>[^\]]*)\])?=(?P<stage>.*)")
 
 
 def _host_stage(term: str) -> tuple[Stage | None, int]:
-    """The host's stage and its share in percent, where the term is its."""
+    """The stage and the share in percent that a term gives the host; (None, 100) for any other term."""
     match = _HOST.fullmatch(re.sub(r"\s+", "", term))
     if match is None:
         return None, 100
