@@ -146,9 +146,8 @@ def plan(
 
         if calibration:
             shared.tell(calibration.describe(), sys.stdout)
-        print_plan(planned, then)
-        for sentence in filter(None, (*given.otherwise(spec, hardware, work, planned.best), compared)):
-            shared.tell(sentence, sys.stdout)
+        further = [*given.otherwise(spec, hardware, work, planned.best), *compared.splitlines()]
+        print_plan(planned, then, further)
 
 
 def _compared(engine: str, planned: Planned, ours: Choice) -> str:

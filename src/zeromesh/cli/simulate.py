@@ -86,8 +86,6 @@ def simulate(
 
         if calibration:
             shared.tell(calibration.describe(), sys.stdout)
-        print_simulation(choices, hardware)
-        for sentence in given.otherwise(spec, hardware, work, chosen):
-            shared.tell(sentence, sys.stdout)
+        print_simulation(choices, hardware, [*given.otherwise(spec, hardware, work, chosen)])
     if not chosen.simulation.fits:
         raise typer.Exit(1)

@@ -54,7 +54,7 @@ def plan_page(planned: Planned) -> str:
             Remark(name=reason.name, strategy=reason.strategy, outcome=reason.outcome, text=reason.text)
             for reason in planned.why
         ),
-        notes=(*choice_lines(planned), *best.simulation.notes(), *trust_lines(best.simulation), search_note(planned)),
+        notes=(*choice_lines(planned), *_notes(best.simulation), search_note(planned)),
     ).to_html()
 
 
@@ -69,7 +69,7 @@ def simulation_page(choices: Sequence[Choice], cluster: Cluster | None = None) -
         memory=_memory(choices, simulation.memory_limit_bytes, cluster),
         timeline=timeline(simulation.trace, simulation.micro_batches) if simulation.trace else None,
         sections=_sections(choices, choice),
-        notes=(*simulation.notes(), *trust_lines(simulation)),
+        notes=_notes(simulation),
     ).to_html()
 
 
@@ -113,9 +113,11 @@ def choice_lines(planned: Planned) -> list[str]:
         name = str(planned.fastest.candidate) if fastest.named == best.named else fastest.named
         lines.append(f"fastest: {name}; it is {gained:.1%} faster, {memory}{cut}")
     error = error_of_steps(best.parallel)
-    if error is not None:
-        both = "both step times are predictions, which were" if differ else "the step time is a prediction; such were"
-        lines.append(f"{both} {error.median:.1%} off at the median of {error.rows} published figures")
+    if differ and error is not None:
+        lines.append(
+            f"both step times are predictions, which were {error.median:.1%} off at the median of {error.rows} "
+            f"published figures"
+        )
     if planned.depends:
         kept = planned.depends.layout == planned.best.candidate.named
         lines.append(f"{planned.depends}{'' if kept else ', which --no-robust recommends'}")
@@ -202,15 +204,18 @@ def traffic_table(choice: Choice) -> Table:
     )
 
 
-def trust_lines(simulation: Simulation) -> list[str]:
-    """The ranks of a pipeline, where there is one, and how far the prediction may be trusted."""
+def pipeline_lines(simulation: Simulation) -> list[str]:
+    """The ranks of a pipeline, where there is one."""
     ranks = [
         f"{rank.rank}{f' to {rank.rank + rank.count - 1}' if rank.count > 1 else ''}: "
         f"{format_seconds(rank.step_s, digits=4)}, {format_bytes(rank.memory_bytes)}"
         for rank in simulation.ranks
     ]
-    lines = [f"ranks of the pipeline: {'; '.join(ranks)}"] if ranks else []
-    return [*lines, *uncertainty_lines(simulation.parallel)]
+    return [f"ranks of the pipeline: {'; '.join(ranks)}"] if ranks else []
+
+
+def _notes(simulation: Simulation) -> tuple[str, ...]:
+    return (*simulation.notes(), *pipeline_lines(simulation), *uncertainty_lines(simulation.parallel))
 
 
 def _levels(cluster: Cluster) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from math import isfinite
 
@@ -12,75 +13,105 @@ from rich.text import Text
 from zeromesh.cluster.cluster import Cluster
 from zeromesh.planner.evaluate import Choice
 from zeromesh.planner.plan import Planned
-from zeromesh.report.build import candidates_table, choice_lines, search_note, traffic_table, trust_lines, what_if_lines
+from zeromesh.report.build import (
+    candidates_table,
+    choice_lines,
+    pipeline_lines,
+    search_note,
+    traffic_table,
+    what_if_lines,
+)
 from zeromesh.report.page import Table
+from zeromesh.report.uncertainty import uncertainty_lines
 from zeromesh.strategy.stage import HOST
 from zeromesh.units import format_bytes, format_seconds
 
 _COLOURS = {"chosen": "green", "slower": "yellow", "excluded": "red"}
 
 
-def print_plan(planned: Planned, then: Sequence[tuple[str, Planned]] = ()) -> None:
-    """The best, the best `then`, candidates, memory, traffic and the why."""
-    console = Console()
-    cluster = planned.cluster
+def print_plan(planned: Planned, then: Sequence[tuple[str, Planned]] = (), further: Sequence[str] = ()) -> None:
+    """The best, the best `then`, candidates, memory, traffic and the why; then `further` sentences."""
+    console, cluster, best = Console(), planned.cluster, planned.best
     console.print(
         f"[bold]{planned.model.name}[/bold] on {cluster.world} x {cluster.device.name} "
         f"({', '.join(f'{name} {size}' for name, size in cluster.axes)})"
     )
-    console.print(Text.assemble("recommended: ", (planned.best.simulation.named, "bold green")), soft_wrap=True)
+    _print_words(console, ("recommended: ", ""), (best.simulation.named, "bold green"))
     for line in (*choice_lines(planned), *what_if_lines(planned, then)):
-        console.print(Text(line))
+        _print(console, line, 1)
     _candidates(console, planned.candidates)
-    _details(console, planned.best)
-    console.print("why the others lose")
+    _details(console, best)
+    _title(console, "why the others lose")
     for why in planned.why:
-        console.print(Text.assemble((why.name, _COLOURS[why.outcome]), "  ", (why.strategy, "cyan"), "  ", why.text))
-    console.print(Text(search_note(planned), style="dim"))
+        _print_words(console, (f"  {why.name}  ", _COLOURS[why.outcome]), (why.strategy, "cyan"))
+        _print(console, why.text, 2)
+    _title(console, "")
+    for line in (search_note(planned), *further):
+        _print(console, line)
 
 
-def print_simulation(choices: Sequence[Choice], cluster: Cluster) -> None:
-    """One strategy: time, memory and traffic of its first choice, beside the others."""
-    console = Console()
-    choice = choices[0]
+def print_simulation(choices: Sequence[Choice], cluster: Cluster, further: Sequence[str] = ()) -> None:
+    """One strategy: time, memory and traffic of its first choice, beside the others; then `further` sentences."""
+    console, choice = Console(), choices[0]
     console.print(f"{choice.simulation.engine} on {cluster.world} x {cluster.device.name} of {cluster.name}")
     _candidates(console, choices)
     _details(console, choice)
+    for line in further:
+        _title(console, "")
+        _print(console, line)
+
+
+def _print_words(console: Console, *words: tuple[str, str]) -> None:
+    """Words with their styles, in one line however long."""
+    console.print(Text.assemble(*words), soft_wrap=True)
+
+
+def _print(console: Console, text: str, depth: int = 0) -> None:
+    """A paragraph, indented, in which no word is broken."""
+    indent = "  " * depth
+    wrapped = textwrap.TextWrapper(console.width, indent, indent, break_long_words=False, break_on_hyphens=False)
+    console.print(Text(wrapped.fill(text)), soft_wrap=True)
+
+
+def _title(console: Console, title: str) -> None:
+    console.print(Text(f"\n{title}" if title else "", style="bold"))
 
 
 def _candidates(console: Console, choices: Sequence[Choice]) -> None:
-    for name, micro_batch, recompute, step, tokens, mfu, exposed, memory, fits in candidates_table(choices).rows:
-        console.print(Text(name, style="cyan"), soft_wrap=True)  # a long name stays one word
+    _title(console, "candidates" if len(choices) > 1 else "prediction")
+    for choice, row in zip(choices, candidates_table(choices).rows, strict=True):
+        name, _, recompute, step, tokens, mfu, exposed, memory, fits = row
+        count, size = choice.candidate.micro_batches, choice.candidate.micro_batch
+        batches = f"{count} micro-batch{'es' * (count > 1)} of {size} sequence{'s' * (size > 1)}"
+        _print_words(console, (f"  {name}", "cyan"))
+        _print(console, f"{step} a step, {tokens} tokens/s a device, MFU {mfu}, {exposed} exposed", 2)
         fitting = "" if fits == "yes" else ", does not fit"
-        console.print(Text(f"  {step} a step, {tokens} tokens/s a device, MFU {mfu}, {exposed} exposed"))
-        joint = "\n  " if HOST in memory else "; "
-        console.print(Text(f"  {memory}{fitting}{joint}micro-batch {micro_batch}, recomputation {recompute}"))
+        _print(console, f"{memory}{fitting}; {batches}, recomputation {recompute}", 2)
 
 
 def _details(console: Console, choice: Choice) -> None:
     simulation = choice.simulation
+    _title(console, f"one device under {simulation.named}")
     memory = ", ".join(f"{kind} {format_bytes(value)}" for kind, value in simulation.memory.as_dict().items())
-    console.print(Text(f"memory per device: {memory} (usable {format_bytes(simulation.memory_limit_bytes)})"))
+    _print(console, f"memory: {memory} (usable {format_bytes(simulation.memory_limit_bytes)})", 1)
     if simulation.host_memory_bytes:
         limit, machine = simulation.machine_limit_bytes, format_bytes(simulation.machine_memory_bytes)
         usable = f"{format_bytes(limit)} usable" if isfinite(limit) else "not known how much it has: --host-memory"
         host = format_bytes(simulation.host_memory_bytes)
-        console.print(Text(f"memory of its host: {host} per device, {machine} a machine ({usable})"))
-    console.print(
-        Text(
-            f"computes {format_seconds(simulation.compute_s, digits=4)}, waits for communication "
-            f"{format_seconds(simulation.exposed_comm_s)}"
-        )
-    )
-    rows = [row for row in traffic_table(choice).rows if row[1] != "1" or row[0] == HOST]
-    if rows:
-        console.print("traffic per device and step:")
-    for axis, size, stage, sent, exposed in rows:
-        ranks = f" ({size} ranks{f', stage {stage}' if stage else ''}): {sent} sent," if size else ":"
-        ranks = f": {sent} copied, and the step there," if axis == HOST else ranks
-        console.print(Text(f"  {axis}{ranks} {exposed} exposed"))
-    for line in (*simulation.notes(), *trust_lines(simulation)):
-        console.print(Text(line))
+        _print(console, f"memory of its host: {host} per device, {machine} a machine ({usable})", 1)
+    computes, waits = format_seconds(simulation.compute_s, digits=4), format_seconds(simulation.exposed_comm_s)
+    _print(console, f"a step: computes {computes}, waits for communication {waits}", 1)
+    for axis, size, stage, sent, exposed in traffic_table(choice).rows:
+        if axis == HOST:
+            _print(console, f"{axis}: {sent} copied, and the step there, {exposed} exposed", 1)
+        elif size != "1":
+            ranks = f" ({size} ranks{f', stage {stage}' if stage else ''}): {sent} sent," if size else ":"
+            _print(console, f"{axis}{ranks} {exposed} exposed", 1)
+    for line in (*pipeline_lines(simulation), *simulation.notes()):
+        _print(console, line, 1)
+    _title(console, "how far such predictions were off")
+    for line in uncertainty_lines(simulation.parallel):
+        _print(console, line, 1)
 
 
 def rich_table(table: Table) -> RichTable:
