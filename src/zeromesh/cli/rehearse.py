@@ -26,8 +26,8 @@ def rehearse(
     ] = "",
     overrides: Overrides = None,
     as_json: shared.Json = False,
-    report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write the timeline to a file for Perfetto.")] = None,
+    report: Annotated[Path | None, shared.in_output(help="Write a self-contained HTML page.")] = None,
+    trace: Annotated[Path | None, shared.in_output(help="Write the timeline to a file for Perfetto.")] = None,
 ) -> None:
     """Run a configuration's step on a virtual device, as any rank.
 

@@ -31,7 +31,7 @@ LIKE = (
     "Calibrate the device's rate by a measured run of this model on these devices: a metrics.jsonl, a Trainer's "
     "trainer_state.json, a directory with one of them, or tokens per second."
 )
-_batch, _cluster, _parallel, _output = (
+_batch, _cluster, _parallel, in_output = (
     functools.partial(typer.Option, rich_help_panel=heading)
     for heading in ("Model and batch", "Cluster", "Parallelism beside data", "Output")
 )
@@ -45,7 +45,7 @@ def _tokens(text: str) -> int:
 
 
 _count = functools.partial(_batch, parser=_tokens, metavar="TOKENS")
-Json = Annotated[bool, _output("--json", help="Print JSON.")]
+Json = Annotated[bool, in_output("--json", help="Print JSON.")]
 STRATEGY = (
     "a stage per axis, innermost first, as in node=3,cluster=1; a preset such as zero3; or a file: a plan, or a "
     "configuration of DeepSpeed, accelerate, FSDP or torchtitan."
@@ -97,11 +97,11 @@ class Described:
     like: Annotated[str, _cluster(help=LIKE)] = ""
     like_strategy: Annotated[str, _cluster(help="Layout of the run in --like; default: this command's layout.")] = ""
     as_json: Json = False
-    report: Annotated[Path | None, _output(help="Write a self-contained HTML page.")] = None
+    report: Annotated[Path | None, in_output(help="Write a self-contained HTML page.")] = None
     output: Annotated[
-        Path | None, _output("-o", "--output", help="Write the plan to a file for `zeromesh train` and `zm.shard`.")
+        Path | None, in_output("-o", "--output", help="Write the plan to a file for `zeromesh train` and `zm.shard`.")
     ] = None
-    emit: Annotated[str, _output(help=EMIT)] = ""
+    emit: Annotated[str, in_output(help=EMIT)] = ""
 
     def load(self) -> tuple[ModelSpec, Cluster]:
         """The model and the cluster, cut to the world; raises InputError for options that are none."""
