@@ -1,6 +1,6 @@
 """zeromesh: a ZeRO stage for every level of the network.
 
-Names are loaded when first used, so that what only plans never imports torch.
+Names are loaded when first used, so that planning never imports torch.
 """
 
 from __future__ import annotations

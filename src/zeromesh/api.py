@@ -1,4 +1,4 @@
-"""The calls that plan: `zm.plan`, `zm.simulate`, and what `zm.shard` asks for a strategy of "auto"."""
+"""The calls that plan: `zm.plan`, `zm.simulate`, and the plan that `zm.shard` makes for the strategy "auto"."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def simulate(
 
 
 def with_dtypes(workload: Workload, model: nn.Module, options: Mapping[str, Any]) -> Workload:
-    """`workload` in the dtypes that `shard` takes: the options', else the model's own and the workload's others."""
+    """`workload` in the dtypes that `shard` takes. Options come first, then the model's dtype, and the workload's for
+    everything but parameters."""
     from zeromesh.engine.api import precision_of
     from zeromesh.modules import DTYPE_NAMES, DTYPES
 
@@ -97,7 +98,7 @@ def with_dtypes(workload: Workload, model: nn.Module, options: Mapping[str, Any]
 
 
 def auto_strategy(model: nn.Module, mesh: DeviceMesh, cluster: Cluster | str, workload: Workload) -> Plan:
-    """The planner's choice for `model` on `mesh`, whose axes must be the cluster's levels."""
+    """The plan for `model` on `mesh`, whose axes must be the cluster's levels."""
     from zeromesh.engine.build import mesh_axes
     from zeromesh.model.module_units import recomputes
     from zeromesh.model.spec import Recomputation

@@ -13,7 +13,7 @@ class ZeromeshError(Exception):
 
 
 class InputError(ZeromeshError, ValueError):
-    """The user's input is wrong; the message says what to do. The command line prints it and exits with 2."""
+    """The user's input is wrong; the message names a remedy. The command line prints it and exits with 2."""
 
 
 class NotationError(InputError):
@@ -99,8 +99,8 @@ def _did_you_mean(name: str, known: Sequence[str]) -> str:
 
 
 def short_repr(value: Any) -> str:
-    """A dataclass as its text, or by the fields that differ from their defaults; for `__repr__`. Long values, such as
-    a trace's events, are shown by how many there are."""
+    """A dataclass as text, for `__repr__`: its own `str`, or the fields that differ from their defaults. Of long
+    values, such as a trace's events, it shows the number."""
     name = type(value).__name__
     if "__str__" in vars(type(value)):
         return f"{name}({str(value)!r})"

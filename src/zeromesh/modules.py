@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""That a model computes and trains in."""
+"""Dtypes in which models compute and are trained."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -40,7 +40,7 @@ on every rank."""
 
 CHECKPOINTED = "_checkpoint_wrapped_module"
 WRAPPERS = ("_orig_mod", CHECKPOINTED)
-"""Under which compile and checkpoint wrappers register what they wrap."""
+"""Names under which compile and checkpoint wrappers register the module that they wrap."""
 
 
 def clean_name(name: str) -> str:
@@ -58,7 +58,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def is_sharded(param: torch.Tensor) -> bool:
-    """Whether a strategy says the place of it."""
+    """Whether a strategy shards it. If not, it stays whole on every rank."""
     return param.dtype in DTYPE_NAMES or (not param.requires_grad and param.dtype in FROZEN_DTYPES.values())
 
 
@@ -76,11 +76,11 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def find_edges(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Module | None, nn.Module | None]:
-    """The input embedding and the output head: what a Hugging Face model says that they are; of others the first
-    embedding ahead of the blocks and the last linear layer behind them.
+    """The input embedding and the output head, as a Hugging Face model names them. In other models, the first embedding
+    before the blocks and the last linear layer after them.
 
-    None where there are no blocks, and in the place of what is tied to something else or has no forward of its own: no
-    call of it would say when its parameters are needed.
+    None if there are no blocks. None for one that is tied to another module, or has no forward of its own: then no call
+    tells when its parameters are needed.
     """
     inside = {inner for block in blocks for inner in block.modules()}
     holders = _holders(model)
@@ -128,7 +128,7 @@ def _holders(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
 
 
 def give_method(model: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    """`model.name(...)` is `function(model, ...)` from now on. The model is held weakly, or it would never be freed."""
+    """From now on `model.name(...)` calls `function(model, ...)`. A strong reference would keep the model alive."""
     reference = weakref.ref(model)
 
     @functools.wraps(function)
@@ -139,22 +139,22 @@ def give_method(model: nn.Module, name: str, function: Callable[..., Any]) -> No
 
 
 ORIGIN = "_zeromesh_origin"
-"""Attribute of a module with lazy values: where they are, for people."""
+"""Attribute of a module with lazy values: where they are, for messages."""
 
 
 class Source(Protocol):
-    """Where the values of a tensor of this shape are."""
+    """The values of one tensor, in a file."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def fill(self, target: Tensor, start: int) -> None:
-        """Elements from `start` of the flattened tensor on, into 1-D `target`, in its dtype and on its device. Raises
-        CheckpointError if they cannot be read."""
+        """Fills 1-D `target`, in its dtype and on its device, with elements of the flattened tensor from `start` on.
+        Raises CheckpointError if they cannot be read."""
 
 
 class Lazy:
-    """Marks a tensor whose values are in files still: `zeromesh.engine.lazy`."""
+    """Marks a tensor whose values are still in files: `zeromesh.engine.lazy`."""
 
     @property
     def source(self) -> Source | None:
@@ -166,22 +166,22 @@ class Lazy:
         raise NotImplementedError
 
     def meta(self) -> Tensor:
-        """The same without values."""
+        """A tensor like it without values, on the meta device."""
         raise NotImplementedError
 
     @property
     def whole(self) -> Tensor:
-        """All values, which are read now if they have not been."""
+        """A tensor with the values, read now if they have not been."""
         raise NotImplementedError
 
 
 def lacks_values(tensor: Tensor) -> bool:
-    """Whether a tensor has none yet: lazy ones, and all else on the meta device."""
+    """Whether a tensor has no values yet: it is lazy, or on the meta device."""
     return tensor.is_meta or (isinstance(tensor, Lazy) and tensor.source is not None)
 
 
 def tensors_of(model: nn.Module, *, persistent: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """All tensors under all of their names, of buffers only those of a state dict if `persistent`."""
+    """All tensors, under each of their names. With `persistent`, only buffers that a state dict has."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         left_out = module._non_persistent_buffers_set if persistent else ()
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):

@@ -1,4 +1,4 @@
-"""The options of `zm.shard`, said once: it, `zm.Sharding` and the engine take them as one value."""
+"""The options of `zm.shard`, defined once, for `zm.shard`, `zm.Sharding` and the engine."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@
 
     tp              a part of the innermost level
     cp (and ep)     the innermost data-parallel ranks: they share weights, so zeromesh's stages lie over them
-    data            what the strategy's axes span, cp included
+    data            the ranks that the strategy's axes span, cp included
     pp              the outermost ranks
 
-as torchtitan's mesh has it (torchtitan/distributed/parallel_dims.py: pp, dp_replicate, dp_shard, cp, tp, outermost
-first). With one of each nothing is cut.
+This is the order of torchtitan's mesh (torchtitan/distributed/parallel_dims.py: pp, dp_replicate, dp_shard, cp, tp,
+outermost first). With one of each nothing is cut.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Parallel:
 
         GPipe holds all. 1F1B (PipeDream-Flush, arXiv 2006.09503) runs p - rank forwards before its first backward.
         Interleaved, of v chunks of 1/v of the layers each, 2 (p - rank - 1) + (v - 1) p + 1 chunks (arXiv 2104.04473;
-        Megatron-LM's schedules.py, get_pp_rank_microbatches). Zero-bubble ZB-H1 holds what 1F1B does (2401.10241).
+        Megatron-LM's schedules.py, get_pp_rank_microbatches). Zero-bubble ZB-H1 holds as many as 1F1B (2401.10241).
         """
         if self.pp == 1:
             return 1.0
@@ -93,7 +93,7 @@ class Parallel:
         return self.pp == 1 or (micro_batches >= self.pp and rounds)
 
     def check_micro_batches(self, count: int) -> None:
-        """Raises InputError where they do not."""
+        """Raises InputError unless so many micro-batches a step fill the pipeline."""
         if not self.filled_by(count):
             rounds = f", a multiple of {self.pp} with several chunks a rank" if self.pp_chunks > 1 else ""
             raise InputError(

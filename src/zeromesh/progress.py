@@ -1,4 +1,4 @@
-"""Work that takes long says on standard error how far it is, where that is a terminal."""
+"""Progress of long work, on standard error where that is a terminal."""
 
 from __future__ import annotations
 

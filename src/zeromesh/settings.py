@@ -1,4 +1,4 @@
-"""Settings in a TOML file, overridden from a command line, as a pydantic model. One message says all that is wrong."""
+"""Settings in a TOML file, overridden on the command line, as a pydantic model. One message lists all faults."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _resolved(value: Any, base: Path, is_path: Callable[[str, str], bool], key: 
 
 
 def _explain(path: Path, error: ValidationError, kind: type[BaseModel]) -> str:
-    """One message for everything that is wrong, each with its key and what to do."""
+    """One message for all faults, each with its key and a remedy."""
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])

@@ -1,7 +1,7 @@
 """Traces of a step's events, written by the simulator on its virtual clock and by the engine on real devices.
 
-Both write the same events, so "predicted against measured" is a comparison of two traces. `Trace.to_chrome` is what
-Perfetto and chrome://tracing open.
+Both write the same events, so "predicted against measured" is a comparison of two traces. Perfetto and chrome://tracing
+open the result of `Trace.to_chrome`.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def machine_id() -> str:
 
 
 def available_memory_bytes(system: Path = Path("/")) -> int | None:
-    """Bytes that this process may still take of its machine's memory: what is free, or less where a control group on
-    the way to the root allows less; None where the `system` does not say."""
+    """Bytes of memory that this process may still take: the machine's free memory, or less if a control group on the
+    way to the root allows less. None if the `system` does not say."""
     try:
         meminfo = dict(line.split(":", 1) for line in (system / "proc/meminfo").read_text().splitlines())
         found = [1024 * int(meminfo["MemAvailable"].split()[0])]

@@ -1,4 +1,4 @@
-"""Files of users, read within bounds, and files that are whole if they are there. Every command reads through here."""
+"""Reads files of users, within bounds, for every command. Writes files that are never seen incomplete."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def parse_json(text: str, *, where: str, hint: str = "", error: type[InputError]
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is whole if it is there: who reads it, or ends this process, may do so at any moment."""
+    """Writes a file that nobody ever sees incomplete, also if this process is killed meanwhile."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
@@ -84,7 +84,7 @@ def _parsed(loads: Callable[[str], Any], text: str, otherwise: str, hint: str, e
 
 
 def _require_bounds(value: Any) -> None:
-    """Raises ValueError for what those who read it would recurse or compute with beyond all measure."""
+    """Raises ValueError or RecursionError for numbers and nesting that would stall or crash whoever reads them."""
     level = [value]
     for _ in range(MAX_DEPTH):
         for one in level:

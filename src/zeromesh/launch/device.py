@@ -22,7 +22,8 @@ PROMISES = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
     *("ASCEND_RT_VISIBLE_DEVICES", "SLURM_STEP_GPUS", *COUNTS),
 )
-"""Who sets one of these to anything but nothing expects a device. `COUNTS` are no lists: there 0 is no device."""
+"""A value in one of these variables, except `NO_DEVICES`, means that there should be a device. In lists, 0 is the first
+device; in `COUNTS`, 0 means none."""
 
 NO_DEVICES = ("", "0", "-1", "none", "void", "NoDevFiles")  # as launchers and people write it
 CUDA_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # [Note: Order]
@@ -42,8 +43,8 @@ NCCL_SHARED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A rank's device as the others hear of it: its type; a mark that no other device has, on any machine (empty for
-    the CPU and for a device that ranks may share); and why it has none, if it should have one."""
+    """The device that a rank tells the others: its type; an identity that no other device of any machine has (empty for
+    the CPU and for a device that ranks may share); and the reason, if it should have a device and has none."""
 
     type: str
     identity: str = ""
@@ -56,7 +57,7 @@ def visible_devices() -> int:
 
 
 def find_device(wanted: str, local_rank: int, local_world: int) -> tuple[torch.device, Claim]:
-    """The accelerator of this rank, or the CPU if it has none, and what to tell the others.
+    """The accelerator of this rank, or the CPU if it has none, and its claim for the others.
 
     A rank that sees one device takes it: `srun --gpus-per-task=1` and a CUDA_VISIBLE_DEVICES for each process show
     every rank its own. `agree_on_device` finds out whether it is.
@@ -108,7 +109,7 @@ def agree_on_device(claim: Claim, store: Store, rank: int, world: int) -> None:
     have, or some share one; it names those."""
     store = PrefixStore("zeromesh/devices", store)
     store.set(str(rank), json.dumps(astuple(claim)))
-    if rank == 0:  # one reads what all have said, and all read what it has found: few words, where ranks are many
+    if rank == 0:  # one rank reads all claims, and all ranks read its verdict: few words, however many ranks
         said = [json.loads(store.get(str(other))) for other in range(world)]
         store.set("wrong", _wrong([Claim(type=t, identity=i, lacks=lacks) for t, i, lacks in said]))
     wrong = store.get("wrong").decode()
@@ -145,8 +146,8 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def _identity(device: torch.device) -> str:
-    """The machine and the place on its bus, which differs between two dies of a card, and the uuid, which differs
-    between parts of a divided one. A device that says neither is taken for this process's own."""
+    """The machine; the device's place on its bus, which tells two dies of a card apart; and its uuid, which tells parts
+    of a divided device apart. A device that has neither is taken for this process's own."""
     properties = torch.get_device_module(device).get_device_properties(device)
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id", "uuid")
     known = [str(getattr(properties, name)) for name in names if hasattr(properties, name)]
@@ -154,7 +155,7 @@ def _identity(device: torch.device) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """For a person."""
+    """The device's name, for messages."""
     return "CPU" if device == CPU else str(torch.get_device_module(device).get_device_name(device))
 
 

@@ -16,7 +16,7 @@ from zeromesh.files.users import write_whole
 
 
 def end_process(code: int) -> NoReturn:
-    """Not by an ordinary exit: after an error, threads of a process group whose peers are gone may never end."""
+    """Ends the process at once: after an error, threads of a process group whose peers are gone may never end."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -24,13 +24,13 @@ def end_process(code: int) -> NoReturn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How a rank ended, as it wrote it down."""
+    """A rank's own report of how it failed."""
 
     rank: int
     at_s: float  # by the clock that all processes of a machine share
-    lost_peer: bool  # it could not reach another rank, whose own failure is then the cause
-    is_input: bool  # the user's input was wrong
-    is_final: bool  # it would fail again: wrong input, or a run that is to stop
+    lost_peer: bool  # whether it could not reach another rank, whose own failure is then the cause
+    is_input: bool  # whether the user's input was wrong
+    is_final: bool  # whether it would fail again: wrong input, or a run that is to stop
     message: str  # one line
     traceback: str  # empty if the message says it all
 
@@ -48,7 +48,7 @@ class Failure:
         )
 
     def write(self, directory: Path) -> None:
-        """For `read_all`; to standard error if the directory cannot be written."""
+        """Writes it for `read_all`, or to standard error if the directory cannot be written."""
         try:
             write_whole(directory / f"failure-{self.rank}.json", json.dumps(asdict(self)))
         except OSError as error:
@@ -63,7 +63,7 @@ class Failure:
 
 
 def report(failures: Sequence[Failure], world: int) -> str:
-    """Each different message once, in the order of failures, with its ranks; without them if all had wrong input."""
+    """Each different message once, in the order of failures, with its ranks unless all had the same wrong input."""
     by_message: dict[str, list[Failure]] = {}
     for failure in failures:
         by_message.setdefault(failure.message, []).append(failure)
@@ -77,7 +77,7 @@ def report(failures: Sequence[Failure], world: int) -> str:
 
 
 def is_communication(error: BaseException) -> bool:
-    """Whether `error` says that others could not be reached: ours, and torch's own."""
+    """Whether `error`, one of ours or of torch's, says that other ranks could not be reached."""
     if isinstance(error, ZeromeshError):
         return isinstance(error, CommunicationError)
     if any(kind.__name__ == "DistError" for kind in type(error).__mro__):

@@ -1,4 +1,4 @@
-"""A folder in which ranks are told what to do, and leave what came of it. Torch-free.
+"""A folder with a task for ranks, in which they leave results and failures. Torch-free.
 
 Local ranks also meet there, in a file, so no port is guessed; gloo binds its own. A rank is
 `python -m zeromesh.launch.job DIRECTORY`.
@@ -49,9 +49,9 @@ def make_job(task: str, options: Mapping[str, Any], *, local: bool = True, print
     """The folder of a task, for as long as its ranks run.
 
     Args:
-        task: "module:function". Each rank calls it with the file where local ranks meet, or None, and the options; JSON
-            can hold what it returns.
-        options: keyword arguments, which JSON can hold.
+        task: "module:function". Each rank calls it with the file where local ranks meet, or None, and the options. It
+            returns something that JSON can hold.
+        options: keyword arguments that JSON can hold.
         local: whether the ranks meet in a file; else at the address in their environment.
         prints: whether a rank that fails prints its traceback.
     """
@@ -62,7 +62,7 @@ def make_job(task: str, options: Mapping[str, Any], *, local: bool = True, print
 
 @contextmanager
 def make_folder(job: str = "") -> Iterator[Path]:
-    """A temporary directory with what is to be done, gone at the end; raises ConfigError if it cannot be made."""
+    """A temporary directory with the text of a job, removed at the end; raises ConfigError if it cannot be made."""
     with ExitStack() as stack:
         try:
             folder = tempfile.TemporaryDirectory(prefix="zeromesh-", ignore_cleanup_errors=True)

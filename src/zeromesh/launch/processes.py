@@ -3,8 +3,8 @@
 Each rank leads a session of its own. When it ends, or must be ended, its whole process group goes with it: SIGTERM,
 and SIGKILL after a grace period. Ranks die with the thread that called `run_ranks` (their parent-death signal).
 
-Ranks of a run that is trained take SIGTERM for the request to save and to end. So it comes to them from the user alone,
-and after a failure the others have the grace period to end by themselves.
+Ranks of a training run take SIGTERM as a request to save and end. So only the user sends it to them, and after a
+failure the other ranks have the grace period to end by themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zeromesh.integrations.elastic import EXIT_PREEMPTED, when_asked
 OnLine = Callable[[int, str, str], None]
 
 _LONGEST_WAIT_S = 3600.0  # of one wait: the system's bound is far below that of a user's timeout
-_DRAIN_S = 1.0  # who left a rank's group may hold its pipe open for ever
+_DRAIN_S = 1.0  # a process that left the rank's group may hold its pipe open for ever
 
 
 def schedule_as_batch() -> None:
@@ -54,8 +54,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """How one rank ended: its exit code, or minus the signal that ended it; what it printed, unless to this process's
-    own output; seconds from the first rank's start to its end; and why it was ended from here, or None."""
+    """The end of one rank: its exit code, or minus the signal that ended it; its output, unless it printed to this
+    process's own; seconds from the first rank's start; and the reason if it was ended from here."""
 
     rank: int
     returncode: int
@@ -74,7 +74,7 @@ def local_launches(command: Sequence[str], world: int, environment: Mapping[str,
     own environment."""
     around = {**os.environ, **environment, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     if sys.platform == "linux":
-        # On one machine the loopback device is there, whatever the host's name resolves to.
+        # On one machine the loopback device works, however the host's name resolves.
         around.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return [
         Launch(rank=rank, argv=tuple(command), env=around | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -90,15 +90,15 @@ def run_ranks(
     on_line: OnLine | None = None,
     asks: bool = False,
 ) -> tuple[RankResult, ...]:
-    """Starts all of `launches`, waits until each has ended, the others with the first that fails, and returns their
-    results in the same order.
+    """Starts all of `launches` and waits until each has ended. If one fails, the others are ended. Returns the results
+    in the same order.
 
     Args:
-        timeout_s: after which those that still run are ended.
-        grace_s: between SIGTERM (of a run, the first failure) and SIGKILL.
-        on_line: sees each line as it comes.
-        asks: of a run, whose ranks print to this process's own output, and save and end on SIGTERM, which they get
-            when a signal comes inside of `noticing`.
+        timeout_s: after which ranks that still run are ended.
+        grace_s: between SIGTERM (with `asks`, the first failure) and SIGKILL.
+        on_line: called with each line as it comes.
+        asks: whether this is a training run, whose ranks print to this process's own output. They are asked by SIGTERM
+            to save and end when this process is asked to.
 
     Raises:
         ConfigError: a program that it needs is not there.
@@ -128,7 +128,7 @@ def describe_failure(results: Sequence[RankResult]) -> str | None:
     failed = [result for result in results if result.failed]
     if not failed:
         return None
-    # Those that were ended because of another rank are not the cause.
+    # Ranks that were ended because of another one are not the cause.
     first = min(failed, key=lambda result: (result.ended_because is not None, result.wall_s))
     summary = "; ".join(f"rank {result.rank} {_end(result)}" for result in failed)
     output = (first.stderr.strip() or first.stdout.strip() or "(it printed nothing)").splitlines()
@@ -154,7 +154,7 @@ class _Rank:
     ended_because: str | None = None
 
     def signal(self, number: signal.Signals) -> None:
-        # Threads only watch the leader: it is reaped after its group has been signalled, whose number is its own.
+        # The leader is reaped after its group has been signalled, since the group has its number: threads only watch.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -172,7 +172,7 @@ class _Rank:
 
 class _Job:
     """The ranks of one run: running; stopping, once one of them has to be ended; killed, after the grace period.
-    Threads read the pipes and watch the processes; what they see is handled in the caller's thread."""
+    Threads read the pipes and watch the processes; the caller's thread handles their events."""
 
     def __init__(self, timeout_s: float, grace_s: float, on_line: OnLine | None, *, asks: bool) -> None:
         self.ranks: list[_Rank] = []
@@ -215,7 +215,7 @@ class _Job:
                 self._stop(f"it ran past the timeout of {self._timeout_s:g} s")
 
     def ask_running(self) -> None:
-        """SIGTERM to each rank that runs, and not to what it has started."""
+        """Sends SIGTERM to each rank that runs, but not to its child processes."""
         for rank in self.running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.process.pid, signal.SIGTERM)
@@ -245,7 +245,7 @@ class _Job:
         rank.signal(signal.SIGKILL)
         for reader in rank.readers:
             reader.join(_DRAIN_S)
-        self._events.put(lambda: self._gone(rank))  # after what it has printed
+        self._events.put(lambda: self._gone(rank))  # after the lines that it has printed
 
     def _gone(self, rank: _Rank) -> None:
         self.running.remove(rank)

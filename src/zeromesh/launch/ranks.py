@@ -45,7 +45,7 @@ class Ranks:
     world: int
     device: torch.device
     mesh: DeviceMesh
-    kept: list[Exception] = field(default_factory=list)  # what a task has raised and returned as part of its result
+    kept: list[Exception] = field(default_factory=list)  # errors that a task has returned as part of its result
 
     @property
     def on_cpu(self) -> bool:
@@ -57,7 +57,7 @@ class Ranks:
             torch.accelerator.synchronize()
 
     def settle_stream(self) -> None:
-        """Waits for the computation; what a step leaves under way goes on."""
+        """Waits for the computation, and not for transfers that a step leaves under way."""
         if not self.on_cpu:
             torch.accelerator.current_stream().synchronize()
 
@@ -83,7 +83,7 @@ def join_ranks(
         agree: called with the ranks' store, this rank and their number before there is a process group.
 
     Raises:
-        InputError: as `agree_on_device`, and what `agree` raises.
+        InputError: as `agree_on_device`, or raised by `agree`.
         CommunicationError: the ranks do not meet within the timeout.
     """
     launched = Launched.of(os.environ) or Launched(rank=0, world=1, local_rank=0, local_world=1)
@@ -135,10 +135,10 @@ def join_ranks(
 
 
 def meet(store: Store, rank: int, world: int, *, wait_s: float) -> Store:
-    """Waits for the other processes of this start; a store of theirs alone.
+    """Waits for the other processes of this start. Returns a store that only they use.
 
-    A launcher's store outlives the processes: torchrun gives the same one to those that it starts again, with every
-    address that the ones before had left in it. So each start has a name that only its own processes know::
+    A launcher's store outlives the processes. When torchrun starts them again, it holds the addresses of those before.
+    So each start has a name that only its own processes know::
 
         rank 0     says the name, a new one                 every rank   says its own, also new, under rank 0's name
         rank 0     lists all names, once they are there     every rank   goes on when its own is in the list
@@ -177,7 +177,7 @@ def meet(store: Store, rank: int, world: int, *, wait_s: float) -> Store:
 
 @contextmanager
 def _reaching_all(launched: Launched, store_file: Path | None) -> Iterator[None]:
-    """Says where the ranks were to meet, when they do not."""
+    """Raises CommunicationError, with the place where the ranks were to meet, if they do not."""
     where = "in a file" if store_file else f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         yield
@@ -190,7 +190,7 @@ def _reaching_all(launched: Launched, store_file: Path | None) -> Iterator[None]
 
 @contextmanager
 def collective(operation: str) -> Iterator[None]:
-    """Raises CommunicationError, with the operation's name, for what torch raises if ranks cannot be reached."""
+    """Raises CommunicationError, with the operation's name, for torch's errors about ranks that cannot be reached."""
     try:
         yield
     except RuntimeError as error:
@@ -203,8 +203,8 @@ def collective(operation: str) -> Iterator[None]:
 
 
 def from_first(make: Callable[[], T], operation: str, *, at_work: bool = False) -> T:
-    """The result of `make` on rank 0, on every rank; collective. InputError on every rank, if `make` raises it or an
-    OSError. `at_work`: it may take longer than a collective, up to `WORK_S`."""
+    """The result of `make` on rank 0, on every rank; collective. Raises InputError on every rank if `make` raises it or
+    an OSError. With `at_work` it may take longer than a collective, up to `WORK_S`."""
     first, answer = dist.get_rank() == 0, [None, ""]
     store = PrefixStore("zeromesh/first", dist.distributed_c10d._get_default_store())  # torch has no public way to it
     try:
@@ -223,7 +223,8 @@ def from_first(make: Callable[[], T], operation: str, *, at_work: bool = False) 
 
 
 def on_every(make: Callable[[], T], operation: str) -> T:
-    """The result of `make` on this rank; collective. Raises InputError on every rank if one raises it or an OSError."""
+    """The result of `make` on this rank; collective. If `make` raises InputError or OSError on one rank, InputError is
+    raised on all."""
     made, own = _attempt(make)
     told = [""] * dist.get_world_size()
     with collective(operation):
@@ -235,7 +236,7 @@ def on_every(make: Callable[[], T], operation: str) -> T:
 
 
 def _attempt(make: Callable[[], Any]) -> list[Any]:
-    """Its result, and its error."""
+    """The result of `make`, and the text of its error."""
     try:
         return [make(), ""]
     except (InputError, OSError) as error:
@@ -243,7 +244,7 @@ def _attempt(make: Callable[[], Any]) -> list[Any]:
 
 
 def _set_threads(threads: int | None, local_world: int) -> None:
-    """More threads than cores slow every rank down, and each waits for the slowest; the host's work is any device's."""
+    """Sets torch's threads: more threads than cores slow every rank down, also where it only drives a device."""
     if threads is not None:
         torch.set_num_threads(threads)
     elif "OMP_NUM_THREADS" not in os.environ:

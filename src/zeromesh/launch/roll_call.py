@@ -1,8 +1,8 @@
 """Names the ranks that are missing, once something has gone wrong.
 
 The rank that a collective waits for may be waiting in vain itself. So a rank that gives up calls all ranks, in the
-store where they met. On each a thread looks for the call once a second, and answers where the main thread is. Who does
-not answer, or is elsewhere than in a collective, is missing; who has left an error of its own is the cause.
+store where they met. On each rank a thread looks for the call once a second, and answers where the main thread is. A
+rank that does not answer, or is not in a collective, is missing. A rank that has left an error is the cause.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from zeromesh.errors import CommunicationError
 from zeromesh.launch.failure import is_communication
 
 POLL_S, WAIT_S = 1.0, 3.0
-_STORE_S = 2.0  # what the store gets to answer; it dies with the rank that holds it, unless a launcher holds it
+_STORE_S = 2.0  # the store's time to answer: it dies with the rank that holds it, unless a launcher holds it
 
 _CALLED = "called"
 _LIBRARY = sysconfig.get_path("stdlib")
 _OWN = map(Path(__file__).parents[1].joinpath, ("comm", "engine", "checkpoint"))
 _WAITING = tuple(str(path) for path in (*_OWN, Path(dist.__file__).parent))
-"""Where a main thread is that waits for other ranks."""
+"""Folders of the code in which a main thread waits for other ranks."""
 
 Answer = tuple[str, str]
-"""A rank's answer: that it `waits` in a collective, is `busy` elsewhere, or has `failed`; and where, or its error."""
+"""A rank's state ("waits" in a collective, "busy" elsewhere, or "failed"), and its place or error."""
 
 
 class RollCall:
-    """Answers the other ranks' calls while it is open, every `poll_s` seconds, and calls them, who get `wait_s`."""
+    """While open, looks for other ranks' calls every `poll_s` seconds and answers. Its own calls wait `wait_s`."""
 
     def __init__(self, store: Store, rank: int, world: int, *, wait_s: float = WAIT_S, poll_s: float = POLL_S) -> None:
         self._store = PrefixStore("zeromesh/roll-call", store)
@@ -55,7 +55,8 @@ class RollCall:
             self._thread.join(_STORE_S)
 
     def explain(self, error: Exception) -> Exception:
-        """Tells the others of `error`; what to raise for it, which names the ranks that are missing or have failed."""
+        """Tells the other ranks of `error`. Returns the error to raise, which names ranks that are missing or
+        failed."""
         if self._world == 1:
             return error
         self._closed.set()
@@ -92,7 +93,7 @@ class RollCall:
         self._store.set(str(self._rank), json.dumps(answer))
 
     def _answers(self) -> dict[int, Answer]:
-        """Each rank's answer, when all have given one, or after the wait. A store's wait overshoots by seconds."""
+        """The ranks' answers, once all have given one or after the wait. A store's own wait overshoots by seconds."""
         keys, end, pause_s = [str(rank) for rank in range(self._world)], time.monotonic() + self._wait_s, 0.01
         while not self._store.check(keys) and time.monotonic() < end:
             time.sleep(pause_s)
@@ -119,7 +120,7 @@ class RollCall:
 
 
 def whereabouts() -> Answer:
-    """Where this process's main thread is: the innermost call outside of Python's own library."""
+    """The state and place of this process's main thread: its innermost call outside of Python's own library."""
     identifier = threading.main_thread().ident
     frame: FrameType | None = sys._current_frames().get(identifier) if identifier is not None else None
     while frame is not None and _of_python(frame.f_code.co_filename):

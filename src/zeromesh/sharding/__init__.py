@@ -1,6 +1,6 @@
 """`zm.shard`; and, in `value`, its arguments as one value, which integrations with training libraries take.
 
-The engine runs whatever strategy it is given and never asks the planner; here, above both, one call does.
+The engine runs any strategy and never asks the planner. This package is above both, and asks it for "auto".
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def shard_with(
     cluster: Cluster | str | None,
     workload: Workload | None,
 ) -> ModelT:
-    """The same with options as one value."""
+    """`shard` with its options as one value."""
     from zeromesh.engine import api  # imports torch, which a Sharding alone does not need
 
     require_plannable(strategy, mesh=mesh, cluster=cluster, workload=workload)
@@ -149,7 +149,7 @@ _UNPLANNED = ("parts", "units", "resident", "bucket_bytes")
 
 
 def require_plannable(strategy: object, *, mesh: object, cluster: object, workload: object) -> None:
-    """Raises InputError for "auto" without what it plans by, and for that without "auto"."""
+    """Raises InputError for "auto" without mesh, cluster or workload, and for cluster or workload without "auto"."""
     if strategy == "auto" and (cluster is None or workload is None or mesh is None):
         raise InputError('strategy "auto" needs a mesh, cluster=... and workload=zm.Workload(...)')
     if strategy != "auto" and (cluster is not None or workload is not None):

@@ -133,12 +133,12 @@ class Sharding(Options):
             )
 
     def shard(self, model: ModelT) -> ModelT:
-        """`zm.shard` of `model` with all of this; all ranks call it together. A mesh of sizes is made on the machine's
-        accelerator, where it has one: `on` says another."""
+        """Calls `zm.shard` of `model` with all of this; all ranks call it together. A mesh given by sizes is made on
+        the machine's accelerator, if it has one; use `on` for another device."""
         if isinstance(self.mesh, tuple):
             import torch
 
-            found = torch.accelerator.current_accelerator(check_available=True)  # not what torch was built for
+            found = torch.accelerator.current_accelerator(check_available=True)  # not the one that torch was built for
             return self.on(found.type if found else "cpu").shard(model)
         return shard_with(model, self.mesh, self.strategy, self, self.cluster, self.workload)  # type: ignore[arg-type]
 

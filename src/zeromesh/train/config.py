@@ -1,7 +1,7 @@
 """The configuration of a run: one TOML file, overridden by path from the command line.
 
-Each class is one table of the file; docs/training.md says what each key means. Unknown keys are errors. Everything is
-validated once, and frozen after it.
+Each class is one table of the file; docs/training.md explains each key. Unknown keys are errors. Everything is
+validated once, and frozen then.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_file(cls, tables: Any) -> Any:
-        """A strategy that is a file. Another library's file also has the keys that the run's own leaves out."""
+        """Reads a strategy that is a file. Another library's file also gives keys that the run's file leaves out."""
         if not (isinstance(tables, dict) and is_file(str(tables.get("strategy")))):
             return tables
         found = read_file(Path(tables["strategy"]))
@@ -207,7 +207,7 @@ class TrainConfig(Section):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step on each rank; those of some ranks may be empty."""
+        """Micro-batches of a step on each rank; some may be empty."""
         return -(-self.batch.global_sequences // (self.world * self.batch.micro))
 
     def on_world(self, world: int, *, asker: str = "the launcher started {world} processes") -> Self:

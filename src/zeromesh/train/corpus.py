@@ -58,8 +58,8 @@ class Corpus:
 
 
 def load_corpus(config: TrainConfig, place: Path) -> Corpus:
-    """`read_corpus` on rank 0, for all ranks, by way of a file in `place`, which goes; collective. Raises ConfigError
-    on every rank, if rank 0 cannot make the corpus, or another rank cannot see the file."""
+    """Reads the corpus on rank 0, for all ranks, by way of a temporary file in `place`; collective. Raises ConfigError
+    on every rank if rank 0 cannot make the corpus, or another rank cannot see the file."""
     with ExitStack() as stack:
 
         def read() -> tuple[str, list[Any]]:

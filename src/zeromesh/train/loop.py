@@ -111,8 +111,8 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def plan_run(config: TrainConfig, model: nn.Module) -> Plan:
-    """The planner's choice for the loop's step. Beyond the end of the global batch ranks run sequences that count
-    nothing and take as long as any: the planner is given the batch with those."""
+    """The plan for the loop's step. Beyond the end of the global batch, ranks run sequences that count nothing but take
+    as long as any other: the planner's batch includes them."""
     seq_len, micro = config.data.seq_len, config.batch.micro
     workload = Workload(
         seq_len=seq_len,
@@ -125,7 +125,7 @@ def plan_run(config: TrainConfig, model: nn.Module) -> Plan:
 
 
 def _require_possible(config: TrainConfig) -> Path:
-    """An existing directory at or above the run's. Raises ConfigError for what can be known before data are read."""
+    """An existing directory at or above the run's. Raises ConfigError for faults that can be found before data."""
     if config.run.export is not None:
         require_writable(config.run.export, key="run.export", error=ConfigError)
     require_pretrained(config.model.pretrained)
@@ -133,8 +133,8 @@ def _require_possible(config: TrainConfig) -> Path:
 
 
 def _build(config: TrainConfig, ranks: Ranks, corpus: Corpus) -> nn.Module:
-    """The model, with random values in rank 0's host memory alone, from which `shard` takes them; of a pretrained one
-    each rank reads its own slices later. Raises ConfigError on every rank if one of them cannot make it."""
+    """The model. Random values are in rank 0's host memory only, from which `shard` takes them; of a pretrained model
+    each rank reads its slices later. Raises ConfigError on every rank if one of them cannot make it."""
     torch.manual_seed(config.run.seed)
     made: list[nn.Module] = []
     values = ranks.rank == 0 or config.model.pretrained is not None
@@ -183,7 +183,7 @@ class Trainer:
         self._report: RunReport | None = None  # rank 0's, while steps run
 
     def run(self) -> bool:
-        """Runs all steps that are left; False if a signal ended the run, after it has saved the steps done. Raises
+        """Runs the remaining steps. Returns False if a signal ended the run, after saving the steps done. Raises
         NonFiniteError or MismatchError on all ranks, after a save under way is complete."""
         run = self.config.run
         begun = self._resume()
@@ -264,7 +264,7 @@ class Trainer:
         return self.config.batch.global_sequences * self.config.data.seq_len
 
     def _run_steps(self, done: int) -> int:
-        """Runs steps from `done` on, until the last or until a signal asks to end; the steps done."""
+        """Runs steps from `done` on, until the last or until a signal asks to end. Returns the steps done."""
         steps, every, digests = self.config.run.steps, self.config.checkpoint.every, self.config.faults.digest_every
         try:
             while done < steps:
@@ -293,7 +293,7 @@ class Trainer:
                 if stops:
                     break
         except (NonFiniteError, MismatchError):
-            with suppress(CheckpointError):  # what is being written is of a good step, and all ranks are here
+            with suppress(CheckpointError):  # the checkpoint being written is of a good step, and all ranks are here
                 self._close()
             raise
         self._close()
@@ -342,13 +342,13 @@ class Trainer:
         return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def _moved(self, rows: Tensor) -> Tensor:
-        """To this rank's device; from pinned memory, so that the host does not wait for the device. A copy of views
-        would not be pinned."""
+        """Moves rows to this rank's device, from pinned memory, so that the host does not wait. Copies of views would
+        not be pinned."""
         device = self.ranks.device
         return rows if device.type == "cpu" else rows.contiguous().pin_memory().to(device, non_blocking=True)
 
     def _summed(self, operation: str, values: Tensor) -> Tensor:
-        """Over all ranks, on the device and by its backend: the host waits for nothing before it looks."""
+        """Sums `values` over all ranks, on the device and by its backend: the host waits only when it looks."""
         with collective(operation):
             return engine_of(self.model).control.reduce(values)
 
@@ -359,7 +359,7 @@ class Trainer:
     # ---- faults and checkpoints
 
     def _after_nonfinite(self, step: int, outcome: StepOutcome) -> int | None:
-        """Does what the configuration says about a bad step; the step to go back to, if any."""
+        """Handles a bad step as configured. Returns the step to go back to, if any."""
         what = describe(step + 1, outcome.loss, outcome.grad_norm, outcome.broken)
         if self.counts.judge(what) == "skip":
             self._note(f"{what}: skipped, without an optimizer step")
@@ -374,9 +374,9 @@ class Trainer:
         return found.step
 
     def _resume(self) -> int:
-        """Loads what the run goes on from; the steps done."""
+        """Loads the checkpoint that the run goes on from. Returns the steps done."""
         config, rules, directory = self.config, self.config.checkpoint, self.config.run.directory / "checkpoints"
-        frozen = config.model.pretrained is None  # else a resume takes what is frozen from there
+        frozen = config.model.pretrained is None  # else a resume takes frozen parameters from there
         keep = {"keep": rules.keep, "keep_every": rules.keep_every}
         self.checkpoints = RunCheckpoints(
             Checkpoints(directory, self.model, self.optimizer, **keep, frozen=frozen),
@@ -440,7 +440,7 @@ class Trainer:
                     self._report.sample(done, prompt, text)
 
     def _export(self, directory: Path) -> None:
-        """Writes the model, or its adapters alone, as `from_pretrained` loads it, with its tokenizer."""
+        """Writes the model, or only its adapters, with its tokenizer, as `from_pretrained` loads them."""
         model: Any = self.model
         model.save_pretrained(directory, is_main_process=self.ranks.rank == 0)
         tokenizer, name = self.corpus.tokenizer, self.config.tokenizer
