@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 4 examples/expert_parallel.py
 
-Experts are divided over the node (expert parallelism, torch's DTensors), so that tokens travel between its ranks and
-experts do not. What a rank has of them it shares with one rank of every other node: their data-parallel axes are the
-cluster's alone, and all else has both. So experts are a part with a mesh and a strategy of their own, and their
-gradients, which come from the tokens of all ranks, are means over all of them.
+Experts are divided over the node (expert parallelism, torch's DTensors): tokens travel between its ranks, experts do
+not. A rank shares its experts with one rank of every other node, so their only data-parallel axis is the cluster; all
+other parameters have both axes. That is why experts are a part with a mesh and a strategy of their own. Their gradients
+come from the tokens of all ranks, and are means over all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import zeromesh as zm
 
 
 class Exchange(torch.autograd.Function):
-    """Rows to the ranks that they are for; gradients go the way back."""
+    """Sends rows to the ranks of their experts, and their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -42,7 +42,7 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.Pr
 
 
 class Experts(nn.Module):
-    """SwiGLU experts in stacked matrices, of which a rank may have some: Shard(0) of a DTensor."""
+    """SwiGLU experts in stacked matrices. A rank may have only some of them: Shard(0) of a DTensor."""
 
     def __init__(self, num: int, dim: int, hidden: int) -> None:
         super().__init__()
@@ -57,17 +57,17 @@ class Experts(nn.Module):
             setattr(self, name, nn.Parameter(distribute_tensor(param.data, mesh, [Shard(0)])))
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """`rows` by expert, so many for each."""
+        """`rows` are sorted by expert; `counts` has the number of each expert's rows."""
         gate, up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.gate, self.up, self.down))
         chunks = rows.split(counts)
         return torch.cat([(functional.silu(x @ gate[i].T) * (x @ up[i].T)) @ down[i].T for i, x in enumerate(chunks)])
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token to its `top` experts, wherever they are, and to a shared one where there is one.
+    """Sends each token to its `top` experts, on any rank, and to a shared expert if there is one.
 
     Args:
-        shared: as DeepSeek has it: a part of every token's sum, and gates that are sigmoids; else as Mixtral has it.
+        shared: whether there is a shared expert and gates are sigmoids, as in DeepSeek; if not, as in Mixtral.
     """
 
     def __init__(self, dim: int, hidden: int, num: int, top: int, *, shared: bool) -> None:
@@ -106,7 +106,7 @@ class MixtureOfExperts(nn.Module):
         dist.all_to_all_single(coming, counts, group=group)
         sent, received = (each.view(ranks, -1).sum(1).tolist() for each in (counts, coming))
         arrived = Exchange.apply(rows, sent, received, group)
-        # By rank and expert they came, by expert and rank they are needed.
+        # They came sorted by rank and then expert, and are needed by expert and then rank.
         local = coming.view(ranks, -1)
         places = torch.arange(local.shape[1]).repeat(ranks).repeat_interleave(coming).argsort(stable=True)
         computed = self.experts(arrived[places], local.sum(0).tolist())
@@ -114,7 +114,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention would stand where the mixing of neighbours stands."""
+    """A block that mixes neighbouring tokens, in the place of attention."""
 
     def __init__(self, dim: int, mlp: nn.Module) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Blocks with experts; with shared ones, as DeepSeek's, the first block is dense."""
+    """Blocks with experts. If there are shared experts, the first block is dense, as in DeepSeek."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def main(steps: int = 20) -> list[float]:
-    """The losses of so many steps."""
+    """Returns the loss of each step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cluster", "node"))
     torch.manual_seed(0)
     model = LanguageModel()

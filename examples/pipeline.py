@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/pipeline.py
 
-Torch's zero-bubble schedule drives two of four stages on each rank: the first and the last on one half of the ranks,
-the two between on the other.
+Torch's zero-bubble schedule runs two of four stages on each rank: the first and the last on one half of the ranks, the
+middle ones on the other half.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """One of the model's parts, with the names that it has in the whole model."""
+    """One stage of the model, whose parameters have the names of the whole model."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Stage(nn.Module):
 
 
 def batch(generator: torch.Generator) -> Tensor:
-    """Rows that count up from anywhere, of all micro-batches."""
+    """Rows of numbers that count up from a random start, for all micro-batches."""
     first = torch.randint(0, VOCABULARY, (MICRO_BATCHES * BATCH, 1), generator=generator)
     return (first + torch.arange(SEQUENCE)) % VOCABULARY
 
@@ -68,7 +68,7 @@ def train(mesh: DeviceMesh) -> list[float]:
     stages = [PipelineStage(m, index, STAGES, device, group=group) for m, index in zip(models, indices, strict=True)]
     schedule = ScheduleZBVZeroBubble(zm.pipeline(stages), n_microbatches=MICRO_BATCHES, loss_fn=loss_of)
     optimizer = torch.optim.AdamW([param for model in models for param in model.parameters()], lr=1e-2)
-    # Both ranks of a line of `pp` have the same tokens, all others their own.
+    # Both ranks of one pipeline have the same tokens.
     generator = torch.Generator().manual_seed(data.get_local_rank())
     losses = []
     for _ in range(STEPS):

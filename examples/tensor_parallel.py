@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/tensor_parallel.py
 
-The mesh is torch's, of all axes. The innermost one divides matrices, by torch's own `parallelize_module`; what is left
-of them on a rank is sharded over the others.
+The mesh is torch's and has all axes. torch's own `parallelize_module` divides matrices over the innermost axis.
+zeromesh shards each rank's part of them over the other axes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def build(tp: DeviceMesh) -> torch.nn.Module:
 
 
 def batch(generator: torch.Generator) -> torch.Tensor:
-    """Rows that count up from anywhere."""
+    """Rows of numbers that count up from a random start."""
     first = torch.randint(0, VOCABULARY, (BATCH, 1), generator=generator)
     return (first + torch.arange(SEQUENCE)) % VOCABULARY
 
@@ -65,7 +65,7 @@ def train(mesh: DeviceMesh) -> list[float]:
     data = mesh[mesh.mesh_dim_names[:-1]]
     model = zm.shard(build(mesh["tp"]), data, "node=3,cluster=1" if data.ndim == 2 else "node=3")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # Ranks of one line of `tp` share their tokens, all others have their own.
+    # Ranks of one tensor-parallel group have the same tokens.
     generator = torch.Generator().manual_seed(dist.get_rank() // mesh["tp"].size())
     losses = []
     for _ in range(STEPS):

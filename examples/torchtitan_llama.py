@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 4 examples/torchtitan_llama.py
 
-For torchtitan 0.3.0 (`make venv` installs it, from tools/torchtitan.txt). What to take from here: `parallelize`, as
-the `parallelize_fn` of a `ModelSpec`, and `Trainer` and `Checkpoints` in the place of torchtitan's, which hold the
-three things that it does to the parameters of FSDP2: it sums gradients where zeromesh averages, knows of no last
-micro-batch, and saves DTensors.
+For torchtitan 0.3.0 (`make venv` installs it, from tools/torchtitan.txt). Take from here `parallelize`, as the
+`parallelize_fn` of a `ModelSpec`, and `Trainer` and `Checkpoints` in the place of torchtitan's. These handle the three
+places where torchtitan expects FSDP2: it sums gradients where zeromesh averages them, does not tell which micro-batch
+is the last, and saves DTensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import zeromesh as zm
 
-if not torch.accelerator.is_available():  # torchtitan asks for one everywhere; this is a CPU that answers
+if not torch.accelerator.is_available():  # torchtitan needs an accelerator: here the CPU plays one
     machine.device_type = "cpu"
     machine.device_module = SimpleNamespace(
         set_device=lambda device: None,
@@ -57,7 +57,7 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer as TorchtitanTrainer
 
 STRATEGY = "fsdp=3,dp_replicate=1"
-"""torchtitan's axes, the innermost first. It replicates over the outer one; here that shards the optimizer."""
+"""torchtitan's axes, innermost first. torchtitan replicates over the outer one; here it also shards the optimizer."""
 
 VOCABULARY, SEQUENCE, ROWS, MICRO_BATCHES = 2048, 32, 4, 2
 
@@ -72,7 +72,7 @@ def parallelize(
     ac_config: Any,
     dump_folder: str,
 ) -> Any:
-    """Called by the Trainer with a model on the meta device, before it allocates memory and initialises values."""
+    """The Trainer calls this with a model on the meta device, before it allocates memory and initialises values."""
     if parallelism.spmd_backend != "partial_dtensor" or training.enable_cpu_offload:
         raise ValueError("zeromesh needs parallelism.spmd_backend='partial_dtensor', and does not offload to the CPU")
     if parallel_dims.non_data_parallel_size > 1 or parallel_dims.ep_enabled or compile_config.enable:
@@ -90,7 +90,7 @@ def parallelize(
         units=(Llama3TransformerBlock,),
         init=initialise,
     )
-    # It has memory and values now, the same on any number of ranks.
+    # The model has memory and values now, the same on any number of ranks.
     model.to_empty = lambda device: model
     model.init_weights = lambda buffer_device: None
     return model
@@ -104,7 +104,7 @@ def initialise(module: Any) -> None:
 
 
 def after_optimizers(optimizers: Any, model_parts: list[nn.Module], parallel_dims: ParallelDims) -> None:
-    """torchtitan's container is an optimizer of all parameters to torch, and steps none: its optimizers do."""
+    """To torch, torchtitan's container is an optimizer of all parameters, but it steps none: its optimizers do."""
     optimizers.param_groups.clear()
 
 
@@ -124,8 +124,9 @@ class Trainer(TorchtitanTrainer):
     def _forward_backward_body(
         self, inputs: Tensor, labels: Tensor, global_valid_tokens: Tensor, extra_kwargs: dict[str, Any]
     ) -> Tensor:
-        """The last micro-batch of a step reduces. Ranks are averaged over, where torchtitan's loss, a sum over this
-        rank's tokens by all ranks' tokens, is to be summed: so it is of their mean number of tokens."""
+        """Reduces with the last micro-batch of a step. torchtitan's loss is this rank's sum divided by all ranks'
+        tokens, to be summed over ranks. zeromesh averages over ranks, so here it is divided by their mean number of
+        tokens."""
         self.micro_batches += 1
         ranks = self.parallel_dims.get_mesh("batch").size()
         with zm.accumulate(self.model_parts[0], last=self.micro_batches % self.gradient_accumulation_steps == 0):
@@ -134,7 +135,7 @@ class Trainer(TorchtitanTrainer):
 
 
 class Checkpoints(BaseCheckpointManager):
-    """zeromesh's, of the model and its optimizers, beside which lies what torchtitan keeps of the run."""
+    """zeromesh's checkpoints of the model and its optimizers, with torchtitan's own state of the run."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
@@ -166,7 +167,7 @@ class Checkpoints(BaseCheckpointManager):
         return found is not None
 
     def _maybe_wait_for_staging(self) -> None:
-        """The next save waits itself."""
+        """Nothing to do: the next save waits by itself."""
 
     def _wait_for_saving(self) -> None:
         self.checkpoints.wait()
@@ -175,11 +176,12 @@ class Checkpoints(BaseCheckpointManager):
         self.checkpoints.close()
 
 
-# ---- from here on what a real run has of its own: data, a configuration, and a proof
+# ---- a real run has its own data and configuration; the rest of this file is for the demonstration
 
 
 def rows(index: int) -> tuple[Tensor, Tensor]:
-    """Those of the micro-batch `index` of all ranks, which count up from anywhere; the first labels do not count."""
+    """Tokens and labels of micro-batch `index`, for all ranks. They count up from a random start; the first labels of
+    each row are ignored."""
     generator = torch.Generator().manual_seed(index)
     first = torch.randint(0, VOCABULARY, (ROWS, 1), generator=generator)
     tokens = (first + torch.arange(SEQUENCE + 1)) % VOCABULARY
@@ -220,7 +222,7 @@ class NoTokenizer(BaseTokenizer):
 
 
 class Metrics(MetricsProcessor):
-    """torchtitan's, which also keeps the losses and the norms that it logs."""
+    """torchtitan's metrics, which also keep the losses and norms that are logged."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
@@ -267,7 +269,7 @@ def configuration(ranks: int, steps: int, folder: str) -> Trainer.Config:
 
 
 def plainly(config: Trainer.Config, weights: dict[str, Tensor], steps: int) -> dict[int, tuple[float, float]]:
-    """Losses and norms of the same model, from the same weights, in plain PyTorch in this process."""
+    """Losses and norms of the same model from the same weights, trained by plain PyTorch in this process."""
     model = config.model_spec.model.build()
     model.init_states()
     model.load_state_dict(weights)
