@@ -90,7 +90,7 @@ class Forward:
     calls: Counter[int] = field(default_factory=Counter)  # how many of the marked calls each unit has
     hidden: set[int] = field(default_factory=set)  # units that returned nothing at which a gradient is seen to arrive
     repeats: bool = False  # it began inside a backward
-    over: bool = False  # a backward has come back to it and has dropped its graph, so no other one will
+    over: bool = False  # it has ended, and a backward has come back to it and dropped its graph, so no other one will
     # Units that are open because another one's forward has read their parameters; they end with the outermost.
     read: list[int] = field(default_factory=list)
 
@@ -158,7 +158,7 @@ class Backward:
     def reach(self, forward: Forward) -> None:
         """The backward has come to a forward."""
         self.reached[forward] = len(forward.marks)
-        forward.over = not (self.inputs_only or self.retains)
+        forward.over = not (self.inputs_only or self.retains or forward.running)
 
     def take_turn(self) -> None:
         """One more unit has been reduced or skipped."""

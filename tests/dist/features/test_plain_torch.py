@@ -712,6 +712,27 @@ def test_a_model_that_calls_itself():
 
 
 @on_ranks(2)
+def test_a_forward_that_runs_a_backward_and_goes_on():
+    """For forces, the slopes of an energy: in the model's forward, through its blocks, and in those of the blocks."""
+
+    def compute(self, x):
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            energy = self.inner(x).square() * self.scale
+            (force,) = torch.autograd.grad(energy.sum(), x, retain_graph=True)
+        return self.scale * (energy + self.last(force))
+
+    def made(kind, inner):
+        return kind(compute, inner=inner, last=lin(), scale=nn.Parameter(torch.ones(1)))
+
+    torch.manual_seed(0)
+    base = made(Part, nn.Sequential(*(made(Unit, nn.Sequential(lin(), nn.Tanh())) for _ in range(3)))).double()
+    for pair in trains_as_plain(base, "node=3", "node=1", "node=0", "host=3,node=3", options={"units": [Unit]}):
+        with torch.no_grad():
+            close(pair.model(inputs()), pair.plain(inputs()), "evaluated")
+
+
+@on_ranks(2)
 def test_recurrent_layers():
     torch.manual_seed(0)
     base = nn.Sequential(nn.LSTM(WIDTH, WIDTH)).double()
