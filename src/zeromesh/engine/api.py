@@ -121,8 +121,12 @@ def shard(
 
 
 def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
-    """The model's own; torch's would know nothing of sums that `.grad` does not show yet."""
-    engine_of(model).discard_grads(set_to_none=set_to_none)
+    """The model's own, which begins the step again where gradients are dropped. Zeros are a gradient of it still, also
+    on ranks that know of none: they are shown as it ends."""
+    if set_to_none:
+        engine_of(model).discard_grads()
+    else:
+        type(model).zero_grad(model, set_to_none=False)
 
 
 def resolve(mesh: DeviceMesh | None, strategy: str | Strategy | Plan, parts: Parts) -> dict[str, Layout]:

@@ -463,16 +463,13 @@ class Engine:
             self.backend.land()
             self.backend.units[param.unit].forget_sum(param, zeros=zeros)
 
-    def discard_grads(self, *, set_to_none: bool = True) -> None:
+    def discard_grads(self) -> None:
         """Forgets all gradients, partial sums included."""
         self._recover()
         self.interpreter.begin_step()  # before anything is written where a lane may be at work
         self.backend.land()
         for param in self.optimizer_params():
-            if set_to_none:
-                param.grad = None
-            elif param.grad is not None:
-                param.grad.zero_()
+            param.grad = None
         self._begin_step()
         self._step = Step.SHOWN
 

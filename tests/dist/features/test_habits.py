@@ -51,6 +51,20 @@ def test_gradients_that_are_dropped_between_micro_batches(strategy):
         same_grads(model, plain)
 
 
+@pytest.mark.parametrize("strategy", ["node=3", "node=1", "host=2,node=0"])
+@on_ranks(2)
+def test_what_the_model_has_zeroed_between_micro_batches_is_shown_as_zeros(strategy):
+    """Also where no later micro-batch uses it: momentum and weight decay go on."""
+    plain = chain()
+    model = sharded(plain, strategy)
+    for each in (plain, model):
+        with zm.accumulate(model, last=False):
+            loss_of(each, 0).backward()
+        each.zero_grad(set_to_none=False)
+        loss_of(each.get_submodule("0"), 1).backward()
+    same_grads(model, plain)
+
+
 @pytest.mark.parametrize(("strategy", "by_hand"), [("node=3", False), ("node=1", False), ("node=0", True)])
 @on_ranks(2)
 def test_gradients_that_are_still_held_keep_their_values(strategy, by_hand):
