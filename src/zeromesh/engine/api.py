@@ -121,8 +121,8 @@ def shard(
 
 
 def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
-    """The model's own, which begins the step again where gradients are dropped. Zeros are a gradient of it still, also
-    on ranks that know of none: they are shown as it ends."""
+    """The model's own `zero_grad`. Dropping gradients begins the step again. Zeros are still a gradient of the step,
+    which all ranks show as it ends."""
     if set_to_none:
         engine_of(model).discard_grads()
     else:

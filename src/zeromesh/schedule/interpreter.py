@@ -151,8 +151,9 @@ class Interpreter(Generic[T]):
         if not backward.inputs_only:
             self.awaited.clear()
         self.backward = None
+        # A forward may run a backward, of forces say, and go on: its units must be open again.
         for _, unit in self.forward.running if self.forward is not None else ():
-            self._unshard(unit)  # a forward that has run the backward, of forces say, goes on
+            self._unshard(unit)
 
     def back_through(self, forwards: Iterable[Forward]) -> None:
         """Goes back to the beginnings of forwards, the latest first: at the end of a backward, or in the second half of
