@@ -78,12 +78,12 @@ class _Setup:
     micro_batches: int
 
     def bounds(self) -> Bounds:
-        return Bounds(self.model, self.cluster, self.workload, default_constants(), ("",) * len(self.cluster.levels))
+        return Bounds(model=self.model, cluster=self.cluster, workload=self.workload, constants=default_constants())
 
     def activation_bytes(self) -> float:
         """Per device."""
         if self.workload.recomputation is not None:
-            return self.bounds().memory.activation_bytes(self.micro_batch, self.workload.recomputation)
+            return self.bounds().activation_bytes(self.micro_batch, self.workload.recomputation)
         tokens = self.micro_batch * self.workload.seq_len
         return self.assumptions.activation_bytes * tokens * self.model.hidden * self.model.num_layers
 

@@ -27,7 +27,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal
 
 from zeromesh.cost.constants import Constants
-from zeromesh.cost.group import Group, Hop
+from zeromesh.cost.group import Group, Hop, ring_steps
 from zeromesh.errors import InternalError
 from zeromesh.strategy.collective import Collective, find_collective
 
@@ -133,7 +133,7 @@ def ring_cost(group: Group, operation: Operation, full_bytes: float, constants: 
     # A pipelined broadcast sends the whole buffer over every edge but the last.
     share = 1.0 if operation == "broadcast" else (group.size - 1) / group.size
     sent = passes * share * full_bytes
-    steps = zip(group.ring_steps(), group.hops, strict=True)
+    steps = zip(ring_steps([hop.size for hop in group.hops]), group.hops, strict=True)
     latency = constants.launch_s + passes * sum(count * hop.step_s for count, hop in steps)
     return _transfer(group.hops, operation, sent, latency, constants)
 

@@ -61,15 +61,6 @@ class Group:
     def size(self) -> int:
         return math.prod(hop.size for hop in self.hops)
 
-    def ring_steps(self) -> tuple[int, ...]:
-        """How many of the size - 1 steps of a ring in rank order cross each hop, innermost first.
-
-        A ring over 2 x 4 x 48 (innermost first) crosses 47 times between the outermost members, 192 - 48 = 144 times
-        between the middle ones, 384 - 192 = 192 times inside.
-        """
-        members = [math.prod(hop.size for hop in self.hops[i:]) for i in range(len(self.hops) + 1)]
-        return tuple(here - above for here, above in pairwise(members))
-
     def inner(self) -> Group:
         """The part of this group inside one member of its outermost hop."""
         return Group(hops=self.hops[:-1])
@@ -82,6 +73,16 @@ class Group:
         ranks = self.size // hop.size
         alone = replace(hop, rate_bytes_per_s=hop.rate_bytes_per_s / ranks, sharing=hop.sharing * ranks)
         return Group(hops=(alone,))
+
+
+def ring_steps(sizes: Sequence[int]) -> tuple[int, ...]:
+    """How many of the size - 1 steps of a ring in rank order cross each axis or hop, innermost first.
+
+    >>> ring_steps([2, 4, 48])  # 47 between the outermost members, 192 - 48 between the middle ones, 384 - 192 inside
+    (192, 144, 47)
+    """
+    members = [math.prod(sizes[i:]) for i in range(len(sizes) + 1)]
+    return tuple(here - above for here, above in pairwise(members))
 
 
 def _hop(cluster: Cluster, index: int, size: int, inside: int, constants: Constants) -> Hop:

@@ -40,18 +40,18 @@ WAITS = 1.1
 """As little may be lost to buckets in which one rank has more to do than others as to the balance of owners: 10 %."""
 
 
-def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) -> float:
+def newton_schulz_flops(shape: Sequence[int]) -> float:
     """FLOPs of the iteration that orthogonalises a matrix, or each matrix of a batch (last two dimensions).
 
     A step of an m x n matrix, m <= n: its Gram matrix, that squared, and the product of both with it.
 
-    >>> newton_schulz_flops((4, 8), steps=1) == 2 * (4 * 4 * 8) * 2 + 2 * 4**3
+    >>> newton_schulz_flops((4, 8)) == NEWTON_SCHULZ_STEPS * (2 * (4 * 4 * 8) * 2 + 2 * 4**3)
     True
     """
     if len(shape) < 2:
         return float(prod(shape))
     m, n = sorted(shape[-2:])
-    return float(prod(shape[:-2]) * steps * (4 * m * m * n + 2 * m**3))
+    return float(prod(shape[:-2]) * NEWTON_SCHULZ_STEPS * (4 * m * m * n + 2 * m**3))
 
 
 class Share(NamedTuple):

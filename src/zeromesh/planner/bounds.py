@@ -17,15 +17,13 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from zeromesh.cluster.cluster import Cluster
 from zeromesh.cost.collective import HOST
 from zeromesh.cost.compute import ComputeModel
 from zeromesh.cost.constants import Constants
 from zeromesh.cost.contention import MOST_TAKEN, taken_share
 from zeromesh.cost.transfer import TransferModel
-from zeromesh.model.spec import ModelSpec, Recomputation, UnitKind, UnitSpec
-from zeromesh.parallel import WHOLE, Parallel
-from zeromesh.planner.memory_bound import PREFETCH, Elements, MemoryBound, state_degree
+from zeromesh.model.spec import Recomputation, UnitKind, UnitSpec
+from zeromesh.planner.memory_bound import PREFETCH, MemoryBound, state_degree
 from zeromesh.planner.space import STAGES, Block, Integers, divisors
 from zeromesh.planner.time_bound import (
     APART_ROWS,
@@ -38,62 +36,26 @@ from zeromesh.planner.time_bound import (
     TimeBound,
     operations,
 )
-from zeromesh.planner.workload import Workload
 from zeromesh.schedule.memory import reduce_slots
 from zeromesh.schedule.transfer import COPIES, Operation, Transfer
-from zeromesh.schedule.unit import BUCKET_BYTES, ITEM_BYTES
+from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.simulator.computation import Computation, MicroBatchSeconds, idle_seconds
 from zeromesh.simulator.division import Division
-from zeromesh.simulator.mechanics import ENGINES, Mechanics
 from zeromesh.simulator.memory import MOMENTS
 from zeromesh.simulator.owned import by_owners, newton_schulz_s
-from zeromesh.simulator.units import schedule_units
 from zeromesh.simulator.workload import FixedWorkload
 from zeromesh.strategy import Axis, Stage, Wire
 from zeromesh.strategy.collective import AUTO, find_collective
 from zeromesh.wires import coded
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """A model and its workload on a cluster.
+@dataclass(frozen=True, kw_only=True)
+class Bounds(MemoryBound):
+    """Lower bounds on step time, beside those on memory."""
 
-    Where the model is cut, `division` says how, and `part` for which kind of rank; model and cluster are then its own.
-    """
-
-    model: ModelSpec
-    cluster: Cluster  # cut to the world in use
-    workload: Workload
     constants: Constants
-    wires: tuple[str, ...] = ()  # by level, as after `@`; "" for the default
     collective: str = AUTO
-    mechanics: Mechanics = ENGINES["zeromesh"]
-    division: Division | None = None
-    part: int = 0
     known: Shared = field(default_factory=Shared, compare=False)  # found for other bounds of one workload
-    host: Stage = Stage.ZERO  # of the host's memory
-
-    @property
-    def _parallel(self) -> Parallel:
-        return WHOLE if self.division is None else self.division.parallel
-
-    @cached_property
-    def elements(self) -> Elements:
-        return Elements(self.model, self._parallel.ep)
-
-    @cached_property
-    def memory(self) -> MemoryBound:
-        return MemoryBound(
-            elements=self.elements,
-            workload=self.workload,
-            world=self.cluster.world,
-            wires=self.wires,
-            planned=self.mechanics.planned,
-            joins=self.joins,
-            division=self.division,
-            part=self.part,
-            host=self.host,
-        )
 
     @cached_property
     def overlapping(self) -> bool:
@@ -109,20 +71,9 @@ class Bounds:
         )
 
     @cached_property
-    def joins(self) -> bool:
-        """Whether the engine joins units where no parameters are sharded; only small models have such."""
-        first, *others = self._joined
-        edge = len(first) <= 2 and all(spec.count == 1 for spec in first)
-        return not edge or any(len(specs) > 1 for specs in others)
-
-    @cached_property
-    def _joined(self) -> tuple[tuple[UnitSpec, ...], ...]:
-        return schedule_units(self.model, self.workload.fixed(1, Recomputation.NONE), BUCKET_BYTES)[1]
-
-    @cached_property
     def _with_root(self) -> bool:
-        """Whether the unit after the root is joined with it there: one transfer for both."""
-        return bool(self._roots) and len(self._joined[0]) > 1
+        """Whether the unit after the root is joined with it: one transfer for both."""
+        return bool(self._roots) and len(self.joined[0]) > 1
 
     # Compute --------------------------------------------------------------------------------------------------------
 
@@ -139,7 +90,7 @@ class Bounds:
     def micro_batch_s(self, sequences: int, recomputation: Recomputation) -> ComputeSeconds:
         seq_len = self.workload.seq_len
         if self.division is not None:
-            return self._divided_s(self.division, self.workload.fixed(sequences, recomputation, self._parallel))
+            return self._divided_s(self.division, self.workload.fixed(sequences, recomputation, self.parallel))
         forward = backward = 0.0
         moving: list[float] = []
         for unit in self.model.units:
@@ -243,7 +194,7 @@ class Bounds:
             moved=moved * real,
             moving=moving,
             edge=axes * most * real,
-            copied=self.memory.copied_bytes(block) / self.constants.host_copy_bytes_per_s,
+            copied=self.copied_bytes(block) / self.constants.host_copy_bytes_per_s,
             stepped=self._stepped(block) * on_host_s,
         )
 

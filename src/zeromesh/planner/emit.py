@@ -1,21 +1,7 @@
-"""Plans as configurations of other engines, where they can express them.
+"""Plans as configurations of other engines, where they can express them: docs/planning.md has a table.
 
-Each emitter names the part of a strategy that its engine has no word for. What the engines can do, seen from a strategy
-whose parts are (stage, ranks), innermost first:
-
-- FSDP2 (torch.distributed.fsdp.fully_shard): one sharding of P, G and OS alike over an inner group, replicas outside;
-  `reshard_after_forward` says what is kept: `False` everything (3k), a number the part inside that many ranks.
-  Gradients are accumulated in the dtype of its parameters. Offloaded is all that is sharded (host=3), or all but the
-  gradients that wait for the last micro-batch (host=3d).
-- DeepSpeed: one stage for all ranks; ZeRO++'s hpZ (3 inside, 3k outside), qwZ and qgZ. Optimizer states are offloaded
-  with the gradients that are sharded like them (host=1 with 1, host=2 with 2 and 3), parameters beside both (host=3
-  with 3).
-- Megatron-LM: its distributed optimizer (1) inside, replicas outside, beside tp, cp, pp and ep. It offloads a share of
-  the optimizer's states (host[35%]=1).
-- Megatron-FSDP: one stage inside; outside it replicas or the optimizer's states alone.
-- torchtitan: FSDP2's, cp inside its shards, beside tp, pp and ep; the others shard over data-parallel ranks alone.
-
-All have fp32 masters, send parameters in the dtype that they compute in, and gradients in one dtype on all levels.
+Each emitter names the part of a strategy that its engine has no word for. All of them have fp32 masters, send
+parameters in the dtype that they compute in, and gradients in one dtype on all levels.
 """
 
 from __future__ import annotations

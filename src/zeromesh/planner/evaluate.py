@@ -144,16 +144,17 @@ class Evaluator:
             division = self.division(parallel)
             every = [
                 Bounds(
-                    part.model,
-                    division.cluster,
-                    self.workload,
-                    self.constants,
-                    *key[:2],
-                    self.mechanics,
-                    division if parallel.cuts else None,
-                    index,
-                    self._known,
-                    host,
+                    model=part.model,
+                    cluster=division.cluster,
+                    workload=self.workload,
+                    constants=self.constants,
+                    wires=key[0],
+                    collective=collective,
+                    mechanics=self.mechanics,
+                    division=division if parallel.cuts else None,
+                    part=index,
+                    known=self._known,
+                    host=host,
                 )
                 for index, part in enumerate(division.parts)
             ]

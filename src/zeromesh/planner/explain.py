@@ -69,7 +69,6 @@ def explain(evaluator: Evaluator, best: Candidate, known: Mapping[str, Strategy]
 
 
 def compare(evaluator: Evaluator, best: Candidate, other: Candidate, name: str) -> Reason:
-    """The alternative `other` against the best."""
     mine, theirs = evaluator.simulation(best), evaluator.simulation(other)
     loses = _losses(mine, theirs)
     cluster = evaluator.division(best.parallel).cluster

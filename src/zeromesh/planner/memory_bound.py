@@ -20,17 +20,21 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from zeromesh.model.spec import DTYPE_BYTES, ModelSpec, Recomputation, TensorSpec, UnitKind
-from zeromesh.parallel import WHOLE
+from zeromesh.cluster.cluster import Cluster
+from zeromesh.model.spec import DTYPE_BYTES, ModelSpec, Recomputation, TensorSpec, UnitKind, UnitSpec
+from zeromesh.parallel import WHOLE, Parallel
 from zeromesh.planner.space import STAGES, Block
 from zeromesh.planner.time_bound import Floats
 from zeromesh.planner.workload import Workload
 from zeromesh.schedule.memory import reduce_slots
 from zeromesh.schedule.transfer import wire_bytes
+from zeromesh.schedule.unit import BUCKET_BYTES
 from zeromesh.simulator.computation import held_bytes
 from zeromesh.simulator.division import Division
+from zeromesh.simulator.mechanics import ENGINES, Mechanics
 from zeromesh.simulator.memory import MOMENTS
 from zeromesh.simulator.owned import is_matrix
+from zeromesh.simulator.units import schedule_units
 from zeromesh.strategy import Stage, Wire
 from zeromesh.wires import coded
 
@@ -107,21 +111,39 @@ def bytes_each(wire: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBound:
-    """Lower bounds on memory for a model and its workload. Fields that `Bounds` has too mean the same."""
+    """Lower bounds on memory for a model and its workload on a cluster.
 
-    elements: Elements
+    Where the model is cut, `division` says how, and `part` for which kind of rank; model and cluster are then its own.
+    """
+
+    model: ModelSpec
+    cluster: Cluster  # cut to the world in use
     workload: Workload
-    world: int  # ranks that may share the model's states
-    wires: tuple[str, ...]
-    planned: bool  # the engine allocates reduce slots once, as ours does
-    joins: bool  # it joins units where no parameters are sharded
-    division: Division | None
-    part: int
-    host: Stage
+    wires: tuple[str, ...] = ()  # by level, as after `@`; "" for the default
+    mechanics: Mechanics = ENGINES["zeromesh"]
+    division: Division | None = None
+    part: int = 0
+    host: Stage = Stage.ZERO  # of the host's memory
 
     @property
-    def model(self) -> ModelSpec:
-        return self.elements.model
+    def parallel(self) -> Parallel:
+        return WHOLE if self.division is None else self.division.parallel
+
+    @cached_property
+    def elements(self) -> Elements:
+        return Elements(self.model, self.parallel.ep)
+
+    @cached_property
+    def joined(self) -> tuple[tuple[UnitSpec, ...], ...]:
+        """The units that the engine makes one of, where no parameters are sharded."""
+        return schedule_units(self.model, self.workload.fixed(1, Recomputation.NONE), BUCKET_BYTES)[1]
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether it joins any but the root and its neighbour; only small models have such."""
+        first, *others = self.joined
+        edge = len(first) <= 2 and all(spec.count == 1 for spec in first)
+        return not edge or any(len(specs) > 1 for specs in others)
 
     def state_bytes(self, block: Block) -> Floats:
         """Parameters, gradients, optimizer states, kept copies and slots of each layout, on the device."""
@@ -143,7 +165,7 @@ class MemoryBound:
         of_units = [numels[id(unit)] for unit in self.model.units]
         gather = self._slots(width, [sum(each) for each in of_units], PREFETCH + 1)
         sent = self._slots(DTYPE_BYTES[work.wire_dtype], [trained for trained, _ in of_units], reduce_slots(PREFETCH))
-        reduce = sent if self.planned else 0.0
+        reduce = sent if self.mechanics.planned else 0.0  # the engine allocates reduce slots once, as ours does
         of_device = (shard for shard, on_host in self._shards(block, params, trainable) if not on_host)
         gathered = (by_param > 1) | self.host.shards_params
         shared = (dropped > 1) | (by_param == 1)  # slots
@@ -207,7 +229,7 @@ class MemoryBound:
     @property
     def least_bytes(self) -> float:
         """Parameters, gradients and optimizer states where everything is sharded over all ranks."""
-        work, world = self.workload, float(self.world)
+        work, world = self.workload, float(self.cluster.world)
         of_trained = DTYPE_BYTES[work.grad_dtype] + self._state_width
         shards = {False: world, True: world / self.elements.ep}
         params, trained = (sum(self.elements.total[part][i] / shards[part] for part in shards) for i in range(2))
@@ -229,10 +251,9 @@ class MemoryBound:
 
     def activation_bytes(self, sequences: int, recomputation: Recomputation) -> float:
         """Alive at the end of the forward of one micro-batch."""
-        parallel = WHOLE if self.division is None else self.division.parallel
-        work = self.workload.fixed(sequences, recomputation, parallel)
+        work = self.workload.fixed(sequences, recomputation, self.parallel)
         found = work.micro_batch_tokens * self.model.peak_activation_bytes(work.seq_len, recomputation)
         if self.division is None:
             return found
-        count = work.global_batch_tokens // (work.micro_batch_tokens * self.world)
-        return found + held_bytes(self.division.parts[self.part], parallel, work, count)
+        count = work.global_batch_tokens // (work.micro_batch_tokens * self.cluster.world)
+        return found + held_bytes(self.division.parts[self.part], self.parallel, work, count)

@@ -181,11 +181,9 @@ def search(
     *,
     options: Options | None = None,
     engine: str | Mechanics = "zeromesh",
-    space: Space | None = None,
     refuses: Refuses | None = None,
 ) -> tuple[Found, Evaluator]:
-    """Searches `space` (default: every layout) for the fastest candidate that fits; also returns the evaluator with
-    everything that was simulated.
+    """Searches for the fastest candidate that fits; also returns the evaluator with everything that was simulated.
 
     Args:
         cluster: cut to the world in use.
@@ -222,7 +220,7 @@ def search(
             break
         pool.rows.clear()
         division = evaluator.division(parallel)
-        whole = space or Space(division.cluster.axes, options.splits if division.splits_freely else "none")
+        whole = Space(division.cluster.axes, options.splits if division.splits_freely else "none")
         unsplit = replace(whole, splits="none") if len(cluster.levels) > 2 else whole
         for wires, collective, host in product(product(*by_level), collectives, hosts):
             if host is Stage.ZERO or parallel.pp == 1:
@@ -246,7 +244,7 @@ def search(
     if not ranked:
         if options.host == "auto" and not hostless:
             any_host = replace(asked, host="any")
-            return search(model, cluster, workload, options=any_host, engine=engine, space=space, refuses=refuses)
+            return search(model, cluster, workload, options=any_host, engine=engine, refuses=refuses)
         if pool.smallest is None:
             assert pool.refused is not None  # nothing else leaves a space empty
             raise pool.refused
@@ -319,7 +317,7 @@ def _fill(
             block = block.choose(np.flatnonzero((block.levels_sharded() > 1) & (block.levels_replicated() <= 1)))
         if pool.refuses:
             block = pool.accepted(block, space, bounds, parallel)
-        state, host = of_memory.memory.state_bytes(block), of_memory.memory.host_bytes(block)
+        state, host = of_memory.state_bytes(block), of_memory.host_bytes(block)
         pool.searched += len(block) * len(every)
         crowded = np.flatnonzero((host > evaluator.host_limit_bytes) & (state + least.extra_bytes <= limit_bytes))
         if len(crowded) and (least_host := host[crowded].min()) < pool.least_host_bytes:
@@ -368,16 +366,15 @@ def _front_of(rows: Rows) -> Iterator[tuple[float, float, Candidate]]:
 def _simulate_in_order(pool: _Pool, evaluator: Evaluator, options: Options, best_s: float) -> tuple[float, float]:
     """Simulates by rising bound until the optimum is proven or the budget is spent. `best_s` is the best time so far;
     returns the best time now, and the bound that is left."""
-    simulated, seen = 0, set()
+    simulated, seen = 0, set[Candidate]()
     for group in pool.by_bound():
         left_s = min(candidate.bound_s for candidate in group)
         for candidate in group:
             if left_s >= best_s:
                 return best_s, left_s
-            key = candidate.parallel, candidate.strategy, candidate.micro_batch, candidate.recomputation
-            if candidate.bound_s >= best_s or key in seen:  # stage 0 has no use for a wire of parameters
+            if candidate.bound_s >= best_s or candidate in seen:  # stage 0 has no use for a wire of parameters
                 continue
-            seen.add(key)
+            seen.add(candidate)
             if options.max_simulations is not None and simulated >= options.max_simulations and best_s < np.inf:
                 return best_s, left_s
             estimate = evaluator.estimate_steps(candidate, streamed=pool.refuses is None)

@@ -52,7 +52,7 @@ def settings_of(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterat
     workload = bounds.workload
     for recomputation in workload.recomputations():
         for micro_batch, micro_batches in workload.splits(bounds.cluster.world, parallel):
-            activations = of_memory.memory.activation_bytes(micro_batch, recomputation)
+            activations = of_memory.activation_bytes(micro_batch, recomputation)
             overhead = bounds.constants.overhead_bytes(
                 messages=bounds.cluster.messages,
                 communicators=bounds.mechanics.communicators * sum(size > 1 for _, size in bounds.cluster.axes),
@@ -103,7 +103,7 @@ def screened(evaluator: Evaluator, *, hosted: bool = False) -> list[tuple[Parall
         except InputError as error:
             refused = refused or error  # that of the smallest degrees, which names what was given
             continue
-        state = 0.0 if hosted else of_memory.memory.least_bytes
+        state = 0.0 if hosted else of_memory.least_bytes
         sizes = [state + setting.extra_bytes for setting in settings]
         if least is None or min(sizes) < least[0]:
             least = min(sizes), parallel

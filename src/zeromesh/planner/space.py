@@ -45,7 +45,6 @@ _NONE = np.iinfo(np.int16).max
 
 
 def hosted_kinds(host: Stage) -> int:
-    """Kinds of shards in the host's memory."""
     return host.shards_params + host.shards_grads + host.shards_states
 
 
@@ -76,16 +75,15 @@ class Cuts:
         return terms
 
 
-def cuts_of(level: str, size: int, *, splits: Splits, stages: Sequence[Stage] = STAGES) -> Cuts:
-    """The cuts of one level with the given stages. Splits of `none` give the whole level one stage, `once` cuts it into
-    at most two parts, `all` into any number."""
-    allowed = tuple(STAGES.index(stage) for stage in STAGES if stage in stages)
-    most = {"none": 1, "once": 2, "all": len(allowed)}[splits]
+def cuts_of(level: str, size: int, *, splits: Splits) -> Cuts:
+    """The cuts of one level. Splits of `none` give the whole level one stage, `once` cuts it into at most two parts,
+    `all` into any number."""
+    most = {"none": 1, "once": 2, "all": len(STAGES)}[splits]
     rows = [
         _row(chosen, sizes)
         for count in range(1, most + 1)
         for sizes in _factorisations(size, count)
-        for chosen in _assignments(allowed, tuple(map(sizes.index, sizes)))
+        for chosen in _assignments(tuple(map(sizes.index, sizes)))
     ]
     if size == 1:
         rows = [[1] * len(STAGES)]
@@ -109,10 +107,10 @@ def _factorisations(size: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 @cache  # a level has thousands of factorisations, and few patterns of equal factors
-def _assignments(allowed: tuple[int, ...], alike: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _assignments(alike: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Distinct stages for factors, of which those with one number in `alike` are equal and come in one order only."""
     pairs = [(i, j) for i, j in combinations(range(len(alike)), 2) if alike[i] == alike[j]]
-    return tuple(c for c in permutations(allowed, len(alike)) if all(c[i] <= c[j] for i, j in pairs))
+    return tuple(c for c in permutations(range(len(STAGES)), len(alike)) if all(c[i] <= c[j] for i, j in pairs))
 
 
 def _row(chosen: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -197,15 +195,14 @@ def _count(flags: Sequence[npt.NDArray[np.bool_]]) -> Integers:
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of a mesh of (level, size), innermost first, with the given stages on every level; see `cuts_of`."""
+    """The layouts of a mesh of (level, size), innermost first; see `cuts_of`."""
 
     mesh: tuple[tuple[str, int], ...]
     splits: Splits = "once"
-    stages: tuple[Stage, ...] = STAGES
 
     @cached_property
     def cuts(self) -> tuple[Cuts, ...]:
-        return tuple(cuts_of(name, size, splits=self.splits, stages=self.stages) for name, size in self.mesh)
+        return tuple(cuts_of(name, size, splits=self.splits) for name, size in self.mesh)
 
     def blocks(self) -> Iterator[Block]:
         """All legal layouts, each once."""

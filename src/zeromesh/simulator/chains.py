@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from math import prod
 from typing import Literal
 
 from zeromesh.collectives import ByLevel
 from zeromesh.cost.collective import CollectiveCost, Operation, costs_of, one_after_another
+from zeromesh.cost.group import ring_steps
 from zeromesh.cost.transfer import TransferModel
 from zeromesh.schedule.bucket import Shipment
 from zeromesh.schedule.buffer_layout import BufferLayout, Route
@@ -144,8 +145,10 @@ class Chains:
         pieces = self._pieces(numel, kind)
         piece = self.model.joint(inner_first, operation, -(-numel // pieces), wire, self._collective.name)
         cost = self._with_copies(self._in_pieces(piece, pieces, kind), numel, wire)
-        shares = _ring_shares([axis.size for axis in inner_first])
-        sent = tuple(cost.sent_bytes * share for share in shares)
+        sizes = [axis.size for axis in inner_first]
+        *inner, outermost = ring_steps(sizes)
+        # An average rank sends on an axis by its share of the edges of the ring, which the last one closes.
+        sent = tuple(cost.sent_bytes * (edges / prod(sizes)) for edges in (*inner, outermost + 1))
         return Work(f"{kind} {operation}", tuple(axis.name for axis in inner_first), cost, sent)
 
     def _pieces(self, numel: int, kind: str) -> int:
@@ -185,11 +188,3 @@ class Chains:
             busy_latency_s=per_unit * whole.cost.busy_latency_s,
         )
         return [replace(whole, cost=cost)]
-
-
-def _ring_shares(sizes: Sequence[int]) -> list[float]:
-    """Share of a ring's edges that cross each axis, innermost first: an average rank sends as much on it."""
-    members = [prod(sizes[i:]) for i in range(len(sizes) + 1)]
-    edges = [float(here - above) for here, above in pairwise(members)]
-    edges[-1] += 1.0  # the ring closes over the outermost axis
-    return [count / members[0] for count in edges]

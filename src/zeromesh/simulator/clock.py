@@ -61,9 +61,6 @@ ABREAST = HostSeconds(0.0, 0.0)
 """Issuing takes no time."""
 
 
-_Routes = Literal["refresh", "unshard", "from_kept"]
-
-
 class ClockBackend:
     """Carries out ops by letting a virtual clock run. Ticket: the job.
 
@@ -110,13 +107,10 @@ class ClockBackend:
     # ---- schedule.Backend
 
     def refresh(self, unit: int) -> Job | None:
-        return self._beside_copies(
-            "refresh", unit, self.chains.chain("refresh", unit), "refresh", self._stepping.get(unit)
-        )
+        return self._gather("refresh", unit, self._stepping.get(unit))
 
     def unshard(self, unit: int, *, from_kept: bool, after: Job | None) -> Job | None:
-        route: _Routes = "from_kept" if from_kept else "unshard"
-        job = self._beside_copies("unshard", unit, self.chains.chain(route, unit), route, after)
+        job = self._gather("from_kept" if from_kept else "unshard", unit, after)
         if job is not None and not self.mechanics.overlap_gather:
             self.wait(job)
         return job
@@ -250,10 +244,10 @@ class ClockBackend:
             job = after = self._issue(Job(works, unit, self.micro_batch, name, after), lane)
         return job
 
-    def _beside_copies(
-        self, kind: RouteKind, unit: int, chain: ByLane, route: _Routes, after: Job | None
-    ) -> Job | None:
-        """A gather, with its copies up before it and down behind it."""
+    def _gather(self, route: Literal["refresh", "unshard", "from_kept"], unit: int, after: Job | None) -> Job | None:
+        """With its copies up before it and down behind it."""
+        kind: RouteKind = "unshard" if route == "from_kept" else route
+        chain = self.chains.chain(route, unit)
         if self.chains.schedule.memory.host is None:
             return self._submit(kind, unit, chain, after)
         routes = [p.from_kept if route == "from_kept" else p.routes[route] for p in self.chains.schedule.placed[unit]]

@@ -90,21 +90,6 @@ def unreduced_bytes(schedule: Schedule, specs: Sequence[Sequence[UnitSpec]], *, 
     return tuple(found)
 
 
-def memory_bytes(schedule: Schedule, activations: float, overhead_bytes: float, *, planned: bool) -> MemoryBytes:
-    """Everything on one device at the peak of `activations`, memory that comes and goes.
-
-    If `planned`, reduce buffers are allocated once, so they are part of `buffers`, not of `activations`.
-    """
-    return MemoryBytes(
-        params=float(schedule.memory.params_bytes),
-        grads=float(schedule.memory.grads_bytes),
-        optimizer=optimizer_bytes(schedule),
-        buffers=float(schedule.memory.buffers_bytes - (0 if planned else schedule.memory.reduce.total_bytes)),
-        activations=activations,
-        overhead=overhead_bytes,
-    )
-
-
 @dataclass(slots=True)
 class Activations:
     """Bytes of activations at each moment of a micro-batch.

@@ -33,7 +33,7 @@ from zeromesh.simulator.memory import (
     Activations,
     MemoryBytes,
     host_bytes,
-    memory_bytes,
+    optimizer_bytes,
     state_elements,
     streamed_bytes,
     unreduced_bytes,
@@ -222,11 +222,19 @@ class Setup:
             communicators=self.mechanics.communicators * axes,
             dynamic_bytes=dynamic_bytes,
         )
-        found = memory_bytes(self.schedule, dynamic_bytes, overhead, planned=self.mechanics.planned)
         # The rank that holds most of owned tensors has that instead of AdamW's states for their slices.
         most = max(map(sum, zip(*(each.held_bytes for each in self.owned), strict=True)), default=0.0)
         owned = most - sum(each.sliced_bytes for each in self.owned)
-        return replace(found, params=found.params + self.model.whole_bytes, optimizer=found.optimizer + owned)
+        plan = self.schedule.memory
+        return MemoryBytes(
+            params=float(plan.params_bytes) + self.model.whole_bytes,
+            grads=float(plan.grads_bytes),
+            optimizer=optimizer_bytes(self.schedule) + owned,
+            # Reduce buffers that are not allocated once are part of dynamic memory.
+            buffers=float(plan.buffers_bytes - (0 if self.mechanics.planned else plan.reduce.total_bytes)),
+            activations=dynamic_bytes,
+            overhead=overhead,
+        )
 
     @property
     def room_bytes(self) -> float:

@@ -10,7 +10,7 @@ from zeromesh.cluster.device import Device
 from zeromesh.cluster.level import Level
 from zeromesh.cost.collective import collective_cost
 from zeromesh.cost.constants import default_constants
-from zeromesh.cost.group import Group
+from zeromesh.cost.group import Group, ring_steps
 
 CONSTANTS = default_constants()
 SHARES = {kind: 1.0 for kind, _ in CONSTANTS.link_share}
@@ -59,7 +59,7 @@ def test_eight_groups_share_the_nodes_nics_and_one_group_has_them_alone():
     group = Group.of(one_per_node, [("cluster", 8)], IDEAL)
     assert group.hops[0].rate_bytes_per_s == pytest.approx(25e9)
     group = Group.of(preset("frontier-mi250x").take(384), [("package", 2), ("node", 4), ("cluster", 48)], IDEAL)
-    assert (group.ring_steps(), group.size) == ((192, 144, 47), 384)
+    assert (ring_steps([hop.size for hop in group.hops]), group.size) == ((192, 144, 47), 384)
 
 
 @pytest.mark.parametrize(("gpus", "saved"), [(16, 0.467), (32, 0.226), (64, 0.111), (128, 0.055)])

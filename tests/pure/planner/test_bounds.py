@@ -68,7 +68,7 @@ def compared(
     micro_batches = workload.global_batch_tokens // (workload.seq_len * bounds.cluster.world)
     compute = bounds.micro_batch_s(1, recomputation)
     bound_s = bounds.time(block).at(micro_batches, compute, bounds.optimizer_s(block))
-    memory = bounds.memory.state_bytes(block) + bounds.memory.activation_bytes(1, recomputation)
+    memory = bounds.state_bytes(block) + bounds.activation_bytes(1, recomputation)
     for row in range(len(block)):
         strategy = space.strategy([int(column[row]) for column in block.indices])
         if not only or str(strategy) in only:
@@ -98,7 +98,15 @@ def test_bounds_lie_below_the_simulation(data: st.DataObject) -> None:
     constants = constants.at("host_issue_s", data.draw(st.sampled_from([0.0, 0.0, 1e-4, 1e-3])))
     hosts = [Stage.ZERO, *HOSTS] if workload.optimizer == "adamw" else [Stage.ZERO]  # beside owners: not predicted
     host = data.draw(st.sampled_from(hosts))
-    bounds = Bounds(model, cluster, workload, constants, wires, collective, host=host)
+    bounds = Bounds(
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        constants=constants,
+        wires=wires,
+        collective=collective,
+        host=host,
+    )
     space = Space(cluster.axes, "all")
     block = next(iter(space.blocks()))
     if collective == "ho_ring":  # overlapped sums have no bound, and are not searched
@@ -112,11 +120,11 @@ def test_bounds_lie_below_the_simulation(data: st.DataObject) -> None:
     compute = bounds.micro_batch_s(sequences, recomputation)
     bound_s = bounds.time(block).at(micro_batches, compute, bounds.optimizer_s(block))[row]
     assert bound_s <= step_s * (1 + 1e-9), str(strategy)
-    memory = bounds.memory.state_bytes(block)[row] + bounds.memory.activation_bytes(sequences, recomputation)
+    memory = bounds.state_bytes(block)[row] + bounds.activation_bytes(sequences, recomputation)
     found = simulate(*setting, engine=BARE, constants=constants)
     device = found.memory.total - found.memory.overhead  # which is left out likewise
     assert memory <= device * (1 + 1e-9), str(strategy)
-    on_host = bounds.memory.host_bytes(block)[row]
+    on_host = bounds.host_bytes(block)[row]
     assert 0.9 * found.host_memory_bytes <= on_host <= found.host_memory_bytes * (1 + 1e-9), str(strategy)
 
 
@@ -129,7 +137,9 @@ def test_a_sum_over_two_levels_scatters_and_gathers_in_two_lanes() -> None:
     (block,) = space.blocks()
     strategies = [str(space.strategy([int(column[row]) for column in block.indices])) for row in range(len(block))]
     in_lanes, in_turn = (
-        Bounds(WIDE, slow, of_16(), default_constants(), mechanics=mechanics).time(block).lanes[Row.REDUCE_STEP]
+        Bounds(model=WIDE, cluster=slow, workload=of_16(), constants=default_constants(), mechanics=mechanics)
+        .time(block)
+        .lanes[Row.REDUCE_STEP]
         for mechanics in (OURS, replace(OURS, queues=queues))
     )
     both, inner = strategies.index("node=0,cluster=0"), strategies.index("node=0,cluster=3")
@@ -157,7 +167,7 @@ OF_KERNELS = replace(SMALL_16.device, achievable_flops={"bf16": 10e12}, kernels=
     ids=["fp32", "bf16 masters", "muon", "joined", "joined, three"],
 )
 def test_bounds_of_all_layouts(model: ModelSpec, cluster: Cluster, workload: Workload) -> None:
-    bounds = Bounds(model, cluster, workload, default_constants())
+    bounds = Bounds(model=model, cluster=cluster, workload=workload, constants=default_constants())
     assert bounds.joins or len(model.units) < 24
     for bound_s, memory, found in compared(bounds, workload, Recomputation.NONE):
         assert bound_s <= found.step_s * (1 + 1e-9), str(found.strategy)
@@ -193,7 +203,7 @@ def test_bounds_are_tight_for_good_layouts() -> None:
     """Within 4 % for well-known layouts on a real cluster; the rest is the pipeline filling and draining."""
     cluster = find_cluster("a800-8x-hdr").take(64)
     workload = Workload(seq_len=4096, global_batch_tokens=4096 * 64 * 4)
-    bounds = Bounds(preset("llama-13b"), cluster, workload, default_constants())
+    bounds = Bounds(model=preset("llama-13b"), cluster=cluster, workload=workload, constants=default_constants())
     known = ("node=2,cluster=2", "node=3,cluster=0", "node=1,cluster=0", "node=3,cluster=1")
     for bound_s, _, found in compared(bounds, workload, Recomputation.FULL, OURS, known):
         assert 0.96 * found.step_s < bound_s <= found.step_s, str(found.strategy)

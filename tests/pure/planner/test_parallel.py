@@ -47,7 +47,7 @@ def test_bounds_lie_below_the_simulation(strategy: str, tp: int, cp: int, pp: in
         assert least_bytes <= found.memory.total * (1 + 1e-9)
         _, of_memory = evaluator.bounds(parallel=parallel)
         state = found.memory.params + found.memory.grads + found.memory.optimizer
-        assert of_memory.memory.least_bytes <= max(state, found.memory.total)
+        assert of_memory.least_bytes <= max(state, found.memory.total)
 
 
 def test_a_search_of_all_degrees_finds_the_best_of_each() -> None:
