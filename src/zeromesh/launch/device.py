@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,13 +108,9 @@ def set_variables(rank: int) -> None:
 def agree_on_device(claim: Claim, store: Store, rank: int, world: int) -> None:
     """Compares the claims of all ranks; collective. Raises InputError, on every rank, if some have no device and others
     have, or some share one; it names those."""
-    store = PrefixStore("zeromesh/devices", store)
-    store.set(str(rank), json.dumps(astuple(claim)))
-    if rank == 0:  # one rank reads all claims, and all ranks read its verdict: few words, however many ranks
-        said = [json.loads(store.get(str(other))) for other in range(world)]
-        store.set("wrong", _wrong([Claim(type=t, identity=i, lacks=lacks) for t, i, lacks in said]))
-    wrong = store.get("wrong").decode()
-    if wrong:
+    if wrong := fault_of(
+        store, "devices", rank, world, asdict(claim), lambda said: _wrong([Claim(**each) for each in said])
+    ):
         raise InputError(
             f"each rank must have a device of its own, of one type on all machines, or all the CPU; of {world} ranks, "
             f"{wrong}. Start no more ranks on a machine than it has devices, with LOCAL_RANK and LOCAL_WORLD_SIZE set "
@@ -121,6 +118,19 @@ def agree_on_device(claim: Claim, store: Store, rank: int, world: int) -> None:
             f'set run.device = "cpu" in what is trained, or hide all devices (CUDA_VISIBLE_DEVICES= does). Where torch '
             f"sees fewer devices than there are, it was built for others, or the driver does not answer"
         )
+
+
+def fault_of(store: Store, name: str, rank: int, world: int, own: object, judge: Callable[[list[Any]], str]) -> str:
+    """The fault that rank 0 finds with `judge` in the values of all ranks, which JSON can hold; empty if there is none.
+
+    Collective, over a store of this start alone. One rank reads all values, and all read its word: few words, where
+    ranks are many.
+    """
+    store = PrefixStore(f"zeromesh/{name}", store)
+    store.set(str(rank), json.dumps(own))
+    if rank == 0:
+        store.set("wrong", judge([json.loads(store.get(str(other))) for other in range(world)]))
+    return store.get("wrong").decode()
 
 
 def _wrong(claims: Sequence[Claim]) -> str:
@@ -155,7 +165,6 @@ def _identity(device: torch.device) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name, for messages."""
     return "CPU" if device == CPU else str(torch.get_device_module(device).get_device_name(device))
 
 

@@ -54,7 +54,6 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """The inverse of `parse_mesh`."""
     return ",".join(f"{name}={size}" for name, size in mesh.items())
 
 

@@ -3,28 +3,29 @@ joins machines, while an outer one stays inside them, describes no cluster."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
+from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from zeromesh.errors import MeshError
 from zeromesh.files import machine_id
+from zeromesh.launch.device import fault_of
 
 
 def require_places(mesh: Mapping[str, int], store: Store, rank: int, world: int, *, machine: str | None = None) -> None:
     """Compares the ranks' meshes, sizes by axis name, outermost first, with each other and with the machines that the
     ranks are on; collective, over a store of this start alone. Raises MeshError on every rank where they differ."""
-    store = PrefixStore("zeromesh/places", store)
-    store.set(str(rank), json.dumps([list(mesh.items()), machine or machine_id()]))
-    if rank == 0:
-        said = [json.loads(store.get(str(other))) for other in range(world)]
-        store.set("wrong", _other_mesh([one[0] for one in said]) or wrong_order(mesh, [one[1] for one in said]))
-    wrong = store.get("wrong").decode()
-    if wrong:
+    own = list(mesh.items()), machine or machine_id()
+
+    def judge(said: Sequence[Any]) -> str:
+        meshes, machines = zip(*said, strict=True)
+        return _other_mesh(meshes) or wrong_order(mesh, machines)
+
+    if wrong := fault_of(store, "places", rank, world, own, judge):
         raise MeshError(wrong)
 
 

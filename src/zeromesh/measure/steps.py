@@ -46,7 +46,6 @@ class Batch:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model as the planner has it."""
         return build(SHAPES[self.model], dtype=self.dtype)
 
     @property
@@ -146,7 +145,6 @@ def measure_round(
 
 
 def _means(values: Iterable[float]) -> list[float]:
-    """The mean of each value over the ranks."""
     import torch
     import torch.distributed as dist
 

@@ -160,12 +160,10 @@ class _WatchedTicket:
 
 
 @dataclass(frozen=True, slots=True)
-class _WatchedLane:
-    """A lane whose jobs keep the place they were submitted from. A submission is a wait if the lane is inline."""
+class LaneProxy:
+    """In the place of a lane, whose jobs it sees as they are submitted."""
 
     lane: Lane
-    recorder: _Recorder
-    inline: bool
 
     @property
     def name(self) -> str:
@@ -176,6 +174,14 @@ class _WatchedLane:
 
     def launch(self) -> None:
         self.lane.launch()
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchedLane(LaneProxy):
+    """A lane whose jobs keep the place they were submitted from. A submission is a wait if the lane is inline."""
+
+    recorder: _Recorder
+    inline: bool
 
     def submit(
         self, job: Callable[[], object], label: str = "", *, after: Ticket | _WatchedTicket | None = None

@@ -52,8 +52,6 @@ _BACKWARD = "backward"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelModel:
-    """Seconds of kernels on a device."""
-
     compute: ComputeModel
     _by_dtype: dict[torch.dtype, ComputeModel] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from zeromesh.comm.lane import Lane, Ticket
+from zeromesh.comm.lane import Ticket
 from zeromesh.engine.engine import Engine
 from zeromesh.engine.hosted import STREAMED
 from zeromesh.engine.optim import by_engine
+from zeromesh.observe.record import LaneProxy
 from zeromesh.rehearsal.result import COMPUTE, Phase, Place
 from zeromesh.schedule.program import PointKind
 from zeromesh.schedule.transfer import COPIES
@@ -52,7 +53,6 @@ class Places:
         return self._done if self.now.phase in ("forward", "recompute", "backward") else -1
 
     def go(self, phase: Phase, unit: str | None = None) -> None:
-        """To another place."""
         place = Place(phase=phase, unit=unit)
         if place != self.now:
             self._left(self.now)
@@ -111,22 +111,11 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
-class _FollowedLane:
+class _FollowedLane(LaneProxy):
     """A lane whose jobs are known, while they are issued, by their unit. On a device that is within `submit`, or later
     in the same thread."""
 
-    lane: Lane
     places: Places
-
-    @property
-    def name(self) -> str:
-        return self.lane.name
-
-    def synchronize(self) -> None:
-        self.lane.synchronize()
-
-    def launch(self) -> None:
-        self.lane.launch()
 
     def submit(self, job: Callable[[], object], label: str = "", *, after: Ticket | None = None) -> Ticket:
         places, (kind, _, unit) = self.places, label.partition(" ")

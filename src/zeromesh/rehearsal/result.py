@@ -114,7 +114,6 @@ class Memory:
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes of the device in use at the peak."""
         return self.peak.allocated_bytes + self.overhead_bytes
 
     @property

@@ -93,8 +93,6 @@ class _Wait:
 
 @dataclass(slots=True, eq=False)
 class _Queued:
-    """Something in a stream."""
-
     item: Kernel | Communication | _Mark | _Wait
     issued_s: float
     rows: _Rows  # of the step that issued it
