@@ -80,8 +80,6 @@ Step = Callable[[list[torch.Event]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One setting."""
-
     shape: tuple[int, ...]  # of the mesh, outermost first
     slow: str  # rate of the outermost links, as the lab spells it
     micro_batches: int

@@ -131,7 +131,6 @@ def peer_bytes(name: str, size: str, item: int, sizes: tuple[int, int]) -> int:
 
 
 def our_step(size: str, dtype: torch.dtype, data: list[torch.Tensor], *, system: str, mesh: Any) -> Training:
-    """One of ours, made anew."""
     no_masters = {"master_dtype": dtype, "grad_dtype": dtype} if system.endswith(NO_MASTERS) else {}
     strategy = system.removesuffix(NO_MASTERS)
     return zeromesh_step(size, dtype, data, strategy, mesh, bucket_bytes=BUCKET_BYTES, **no_masters)

@@ -120,7 +120,6 @@ class Version:
 
 
 def compare(other: Path, layout: str, micro_batches: int, pairs: int) -> dict[str, Any]:
-    """One row."""
     world = 4 if "node=" in LAYOUTS[layout] and "AdamW" not in layout else 1
     times: dict[str, list[float]] = {"ours": [], "before": []}
     for begun in range(0, pairs, PAIRS_A_START):

@@ -58,7 +58,6 @@ class Lab:
 
     @property
     def tree(self) -> Tree:
-        """The emulated tree."""
         return self.wiring.tree
 
     def __enter__(self) -> Self:

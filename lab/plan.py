@@ -57,8 +57,6 @@ _DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One program to run."""
-
     argv: tuple[str, ...]
     stdin: str = ""  # lines of a batch, one instruction each
     purpose: str  # for a message if it fails
@@ -100,7 +98,6 @@ class Wiring:
     has_ipv6: bool = True  # the kernel knows IPv6, so that it must be kept quiet
 
     def namespace(self, path: TreePath) -> str:
-        """The namespace of a switch or leaf."""
         return f"{self.lab}-{path_name(path)}"
 
     @property

@@ -101,7 +101,6 @@ def python_failure(python: str, directory: Path) -> str:
 
 
 def commands(page_blocks: list[Block]) -> Iterator[list[str]]:
-    """The commands of a page's console blocks."""
     for block in page_blocks:
         if block.language == "console":
             for line in block.text.splitlines():

@@ -64,8 +64,6 @@ Judge = Callable[[Mapping[str, Any]], Iterable[Check]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One process."""
-
     name: str  # also of its result file, NAME.json
     command: str  # after the interpreter; {out} stands for the result file
     judge: Judge | None = None  # of the result file; None for a part whose exit code says all
@@ -188,7 +186,6 @@ def judge_device(result: Mapping[str, Any]) -> Iterable[Check]:
 
 
 def judge_selftest(result: Mapping[str, Any]) -> Iterable[Check]:
-    """Its own checks."""
     for check in result["checks"]:
         status = check["status"]
         yield Check(what=check["name"], required="ok", found=f"{status}: {check['detail']}", held=status != "failed")
@@ -255,7 +252,6 @@ def judged(part: Part, file: Path) -> tuple[Mapping[str, Any], list[Check]]:
 
 
 def page(setting: Mapping[str, Any], outcomes: Sequence[Outcome], not_run: Sequence[str]) -> str:
-    """The page, in Markdown."""
     failed = [outcome.name for outcome in outcomes if not outcome.held]
     verdict = f"Did not hold: {', '.join(failed)}." if failed else "Everything that ran held."
     where = f"{setting['devices']} x {setting['device']}, torch {setting['torch']}, zeromesh {setting['zeromesh']}"
@@ -285,7 +281,6 @@ def run_rank(mesh: str, output: str, *share: str) -> int:
 
 
 def setting_of() -> dict[str, Any]:
-    """Versions and devices."""
     import torch
 
     from zeromesh.launch.device import CPU, device_name, visible_devices

@@ -46,7 +46,6 @@ def assumptions() -> tuple[Assumption, ...]:
 
 
 def assumed(table: str, name: str) -> Assumption:
-    """The assumption `table.name`."""
     return next(a for a in assumptions() if (a.table, a.name) == (table, name))
 
 

@@ -61,7 +61,6 @@ class Claim:
 
 
 def claims() -> Iterator[Claim]:
-    """All of them."""
     yield from _amsp()
     yield from _frontier()
     yield from _paro()

@@ -65,5 +65,4 @@ def errors(rows: Sequence[Row]) -> Iterator[Errors]:
 
 
 def errors_json(rows: Sequence[Row]) -> str:
-    """The file's text."""
     return "[\n" + ",\n".join(f" {json.dumps(asdict(entry))}" for entry in errors(rows)) + "\n]\n"

@@ -38,7 +38,6 @@ ROW_HEADS = ("configuration", "measured", "unit", "predicted", "range", "error",
 
 
 def page(rows: Sequence[Row], claims: Sequence[Claim]) -> str:
-    """The whole page."""
     scores = score_tables(rows)
     parts = [
         _HEAD,
@@ -154,7 +153,6 @@ def _table(table: str, rows: Sequence[Row]) -> str:
 
 
 def row_cells(row: Row) -> list[str]:
-    """One row under `ROW_HEADS`."""
     note = "fitted" if row.fitted else row.excluded
     if row.predicted is None or row.low is None or row.high is None:
         return [row.label, f"{row.measured:.4g}", row.unit, "", "", "", note]

@@ -70,7 +70,6 @@ class Score:
 
 
 def score(table: str, rows: Sequence[Row]) -> Score:
-    """The score of `table`'s rows."""
     counted = [row for row in rows if row.in_scope and not row.fitted]
     errors = [abs(row.error) for row in counted]
     return Score(

@@ -137,7 +137,6 @@ def require_names(engine: Engine) -> None:
 
 
 def buffers_of(engine: Engine) -> Iterator[FlatShards]:
-    """Flat buffers in the order of units."""
     for unit in engine.units:
         yield from unit.buffers
 

@@ -98,7 +98,6 @@ def _exchange(pairs: Sequence[tuple[Slice, Slice]]) -> None:
 
 
 def _control_of(elements: Sequence[Elements]) -> Control:
-    """The ranks that all of these are on."""
     controls = [each.control for each in elements if each.control is not None]
     if len({control.ranks for control in controls}) != 1:
         raise InputError("zm.copy_values copies between models on the same ranks; these are on different ones")

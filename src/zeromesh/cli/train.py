@@ -102,7 +102,6 @@ def _run_rank(config: TrainConfig, store_file: Path | None) -> int:
 
 
 def run_local_rank(store_file: Path | None, *, config: str) -> None:
-    """The task of each local rank."""
     from zeromesh.train.config import TrainConfig
 
     with noticing(signal.SIGTERM):

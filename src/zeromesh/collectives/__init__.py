@@ -30,7 +30,6 @@ class ByLevel(Collective):
 
 
 def runnable(layout: Layout) -> ByLevel:
-    """The collective of a layout that can be run."""
     found = layout.collective
     assert isinstance(found, ByLevel)  # `Layout.require_runnable`
     return found

@@ -1,9 +1,4 @@
-"""Hugging Face's Accelerator over sharded models::
-
-    from zeromesh.integrations.accelerate import Accelerator
-
-    accelerator = Accelerator(sharding=zm.Sharding(strategy=..., mesh=...))
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+"""Hugging Face's Accelerator over sharded models.
 
 `prepare` shards every model that it is given, and gives the optimizers that were made of their parameters the shards.
 """

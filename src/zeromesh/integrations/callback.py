@@ -1,8 +1,4 @@
-"""A callback for every Trainer over a sharded model, which treats faults as `zeromesh train` does::
-
-    from zeromesh.integrations.callback import Faults
-
-    trainer = Trainer(model=model, args=args, sharding=sharding, callbacks=[Faults()], ...)
+"""A callback for every Trainer over a sharded model, which treats faults as `zeromesh train` does.
 
 A Trainer has no way back from a step, so there is no roll back: start it again with `resume_from_checkpoint`.
 """

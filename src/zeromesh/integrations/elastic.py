@@ -199,7 +199,6 @@ class NonFinite:
         return text
 
     def state(self) -> dict[str, int]:
-        """The counts, for a checkpoint."""
         return {name: getattr(self, name) for name in _COUNTS}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -1,9 +1,4 @@
-"""Strategies for Lightning's Trainer and for Fabric that shard models::
-
-    from zeromesh.integrations.lightning import FabricStrategy, Strategy
-
-    trainer = lightning.Trainer(strategy=Strategy(sharding=zm.Sharding(strategy=..., mesh=...)), ...)
-    fabric = lightning.Fabric(strategy=FabricStrategy(sharding=zm.Sharding(strategy=..., mesh=...)), ...)
+"""Strategies for Lightning's Trainer and for Fabric that shard models.
 
 Processes, devices and samplers are as Lightning's DDP strategies have them. A checkpoint is a directory: models and
 optimizers as `zm.Checkpoints`, which load on any ranks and under any strategy, and the rest in one file.

@@ -1,6 +1,4 @@
-"""Models of transformers whose values are read where they are sharded, each rank its own slices::
-
-    model = zm.from_pretrained(AutoModelForCausalLM, directory)
+"""Models of transformers whose values are read where they are sharded, each rank its own slices.
 
 It is the model of transformers' `from_pretrained`, on the meta device: the same class, dtype and names, weights
 renamed and packed alike, the same generation settings.

@@ -1,11 +1,7 @@
-"""Hugging Face's Trainer over sharded models::
+"""Hugging Face's Trainer over sharded models.
 
-    from zeromesh.integrations.transformers import Trainer
-
-    trainer = Trainer(model=model, args=args, train_dataset=data, sharding=zm.Sharding(strategy=..., mesh=...))
-
-Everything else stays as it was. The model is sharded where training, evaluation or prediction begins, so that all
-that the constructor of a Trainer does to a model (adapters, fused heads, reference models) is done before.
+The model is sharded where training, evaluation or prediction begins, so that all that the constructor of a Trainer does
+to a model (adapters, fused heads, reference models) is done before.
 
 A checkpoint is the Trainer's own, with the model as `from_pretrained` takes it, and in the place of
 `optimizer.pt` a directory of `zm.Checkpoints` with masters and optimizer states, which loads on other ranks and under

@@ -56,7 +56,6 @@ class Region:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
-        """All of a tensor."""
         return cls(shape=tuple(shape), offsets=(0,) * len(shape), sizes=tuple(shape))
 
     @property

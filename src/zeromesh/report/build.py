@@ -39,7 +39,6 @@ _FINEST = 2000
 
 
 def plan_page(planned: Planned) -> str:
-    """The page of a plan, as HTML."""
     best, cluster = planned.best, planned.cluster
     return Page(
         title=f"{planned.model.name} on {cluster.world} x {cluster.device.name}",

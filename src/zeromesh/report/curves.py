@@ -16,8 +16,6 @@ MOST = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One quantity."""
-
     name: str
     colour: str  # a class of the page's style
     values: Sequence[float]  # one for each place; NaN or infinite where there is none

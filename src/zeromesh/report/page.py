@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Self
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from zeromesh.units import format_bytes
 
@@ -215,7 +215,7 @@ class Page:
 def _environment() -> Environment:
     return Environment(
         loader=PackageLoader("zeromesh.report"),
-        autoescape=select_autoescape(default=True, default_for_string=True),
+        autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

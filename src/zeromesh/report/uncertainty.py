@@ -36,7 +36,6 @@ class Errors:
 
 @cache
 def published_errors() -> tuple[Errors, ...]:
-    """All entries."""
     text = (files("zeromesh.report") / "errors.json").read_text(encoding="utf-8")
     return tuple(Errors(**entry | {"degrees": tuple(entry["degrees"])}) for entry in json.loads(text))
 

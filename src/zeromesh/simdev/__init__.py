@@ -11,19 +11,7 @@ Three modes, one a process:
 
 In all, a `Checker` holds every access of every kernel against what streams, events and the host have waited for.
 
-Stable, for what builds on this:
-
-    start(virtual=False, clock=None)      Device: builds, registers; again is free, another mode is an error
-    Clock(flops=..., ...)                 rates of the clocked mode
-    counting_group(rank, world)           torch's default process group, of any world, in this process
-    launch_order("implicit")              context; collectives of all communicators begin in the order of launch
-    memory_stats() -> MemoryStats         and reset_peak_memory()
-    memory_limit(bytes)                   context; beyond it the allocator gives its cache back first
-    Checker()                             context; races, early_frees, host_reads, host_waits, checked
-    Recorder(listener)                    context; tells of every kernel, collective and order of streams
-    BACKEND, COUNTING                     names of the process groups' backends
-
-docs/simdev.md says what it sees and what it cannot.
+Names in `__all__` are stable, for code that builds on them. docs/simdev.md says how to use it, and where its view ends.
 """
 
 from zeromesh.simdev.checker import Checker, EarlyFree, HostRead, HostWait, Race

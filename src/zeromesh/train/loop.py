@@ -83,7 +83,6 @@ def make_trainer(config: TrainConfig, ranks: Ranks, corpus: Corpus, model: nn.Mo
 
 
 def build_language_model(config: ModelConfig, vocab_size: int, *, values: bool = True) -> nn.Module:
-    """`causal_language_model` of a configuration."""
     return causal_language_model(vocab_size, values=values, **dict(config))
 
 
