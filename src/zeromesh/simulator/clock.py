@@ -19,7 +19,6 @@ from zeromesh.schedule.bucket import Bucket
 from zeromesh.schedule.state import Reducing, Reduction
 from zeromesh.schedule.transfer import COPIES, RouteKind
 from zeromesh.simulator.chains import ByLane, Chains
-from zeromesh.simulator.mechanics import Mechanics
 from zeromesh.simulator.network import InLane, Job, Network, Work
 from zeromesh.strategy.stage import HOST
 from zeromesh.trace import Event, Kind, row_of
@@ -66,7 +65,6 @@ class ClockBackend:
 
     Args:
         record: keep events.
-        cores: of the device, where it moves the bytes itself.
         host: see [Note: Host].
         steps: by unit, of the optimizer's step on slices on the host, which runs beside the next forward: seconds, and
             bytes copied.
@@ -75,19 +73,17 @@ class ClockBackend:
     def __init__(
         self,
         chains: Chains,
-        mechanics: Mechanics,
-        unit_names: tuple[str, ...],
         *,
         record: bool,
-        cores: float | None = None,
         host: HostSeconds = ABREAST,
         steps: Sequence[tuple[float, float]] = (),
     ) -> None:
         self.chains = chains
-        self.mechanics = mechanics
-        self.unit_names = unit_names
+        self.mechanics = chains.mechanics
+        self.unit_names = tuple(unit.name for unit in chains.schedule.units)
         self.record = record
-        self.network = Network(self._finished, cores, implicit=mechanics.launch_order == "implicit")
+        cores, implicit = chains.model.cluster.device.cores, chains.mechanics.launch_order == "implicit"
+        self.network = Network(self._finished, cores, implicit=implicit)
         self.host = host
         self.host_s = 0.0  # the end of all that it has issued
         self.totals = Totals()

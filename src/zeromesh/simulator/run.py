@@ -363,10 +363,7 @@ class Step:
         self.setup, self.record, self.idle_s, self.repeats = setup, record, idle_s, repeats
         self.backend = ClockBackend(
             Chains(setup.schedule, setup.mechanics, setup.transfers),
-            setup.mechanics,
-            tuple(unit.name for unit in setup.schedule.units),
             record=record,
-            cores=setup.cluster.device.cores,
             host=setup.host,
             steps=() if setup.schedule.memory.host is None else setup.host_steps(),
         )

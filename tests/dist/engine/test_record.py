@@ -62,10 +62,9 @@ def predicted(schedule: Schedule, micro_batches: int) -> Trace:
         Cluster(name="c", device=device, levels=levels), constants, ComputeModel(device=device, constants=constants)
     )
     mechanics = find_engine("zeromesh")
-    names = tuple(unit.name for unit in schedule.units)
     on_host = (any(b.buffer.trainable and "master" in b.on_host_kinds for b in unit) for unit in schedule.placed)
     steps = [(1e-3 * steps_there, 0.0) for steps_there in on_host] if schedule.memory.host else []
-    clock = ClockBackend(Chains(schedule, mechanics, model), mechanics, names, record=True, steps=steps)
+    clock = ClockBackend(Chains(schedule, mechanics, model), record=True, steps=steps)
     clock.begin_step()
     interpreter = Interpreter(schedule=schedule, backend=clock)
     interpreter.stepped(range(len(schedule.units)))

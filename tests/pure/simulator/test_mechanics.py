@@ -205,9 +205,8 @@ def backend(host: HostSeconds) -> ClockBackend:
     work = FixedWorkload(seq_len=512, global_batch_tokens=512 * 16)
     division = Division.of(small_model(4), CLUSTER, Parallel(), seq_len=512)
     setup = Setup.of(division, division.parts[0], "node=3,cluster=1", work, "zeromesh", None)
-    names = tuple(unit.name for unit in setup.schedule.units)
     chains = Chains(setup.schedule, setup.mechanics, setup.transfers)
-    return ClockBackend(chains, setup.mechanics, names, record=False, host=host)
+    return ClockBackend(chains, record=False, host=host)
 
 
 @pytest.mark.parametrize("engine", [OURS, replace(OURS, overlap_boundary=False)], ids=["overlapping", "deferring"])
