@@ -122,10 +122,7 @@ def agree_on_device(claim: Claim, store: Store, rank: int, world: int) -> None:
 
 def fault_of(store: Store, name: str, rank: int, world: int, own: object, judge: Callable[[list[Any]], str]) -> str:
     """The fault that rank 0 finds with `judge` in the values of all ranks, which JSON can hold; empty if there is none.
-
-    Collective, over a store of this start alone. One rank reads all values, and all read its word: few words, where
-    ranks are many.
-    """
+    Collective, over a store of this start alone, to which thousands of ranks say few words."""
     store = PrefixStore(f"zeromesh/{name}", store)
     store.set(str(rank), json.dumps(own))
     if rank == 0:

@@ -97,8 +97,7 @@ def run_ranks(
         timeout_s: after which ranks that still run are ended.
         grace_s: between SIGTERM (with `asks`, the first failure) and SIGKILL.
         on_line: called with each line as it comes.
-        asks: whether this is a training run, whose ranks print to this process's own output. They are asked by SIGTERM
-            to save and end when this process is asked to.
+        asks: whether ranks print to this process's own output, and are asked by SIGTERM to save and end if this is.
 
     Raises:
         ConfigError: a program that it needs is not there.
