@@ -1,4 +1,4 @@
-"""`zeromesh env`: what a bug report needs to know about a machine."""
+"""`zeromesh env`: a machine's description, for bug reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zeromesh probe`: what this machine's, or these machines', links and devices do."""
+"""`zeromesh probe`: measures the links and devices of one or several machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zeromesh simulate`: what one step of a given strategy takes, holds and sends."""
+"""`zeromesh simulate`: time, memory and traffic of one step of a given strategy."""
 
 from __future__ import annotations
 

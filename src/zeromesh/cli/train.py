@@ -1,4 +1,4 @@
-"""`zeromesh train`: the processes of a run, and what their end means."""
+"""`zeromesh train`: the processes of a run, and its exit code."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def described(command: Callable[..., None]) -> Callable[..., None]:
         command(given=given, **options)
 
     signature = inspect.Signature([*parameters, *rest])
-    run.__signature__ = signature  # type: ignore[attr-defined]  # what typer looks at, beside the annotations
+    run.__signature__ = signature  # type: ignore[attr-defined]  # typer reads it, and the annotations
     run.__annotations__ = {name: each.annotation for name, each in signature.parameters.items()}
     return run
 

@@ -1,8 +1,8 @@
-"""Bounds from below of a layout's step time, for many at once; `zeromesh.planner.time_bound` says how.
+"""Lower bounds on step time, vectorised over layouts; `zeromesh.planner.time_bound` has the mathematics.
 
-The transfers are those of `zeromesh.schedule.transfer`, their seconds those of `zeromesh.cost`; here they are only
-tabulated, by (level, size of a part, pieces of its region), so that a layout is a few look-ups. Padding is left out: it
-adds. Where units are small enough to be joined, each takes its share of one transfer of the whole model.
+The transfers are those of `zeromesh.schedule.transfer`, their seconds those of `zeromesh.cost`. Here they are tabulated
+by (level, size of a part, pieces of its region), so that a layout takes a few look-ups. Padding, which only adds, is
+left out. Units that are small enough to be joined each take their share of one transfer of the whole model.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Bounds(MemoryBound):
 
     constants: Constants
     collective: str = AUTO
-    known: Shared = field(default_factory=Shared, compare=False)  # found for other bounds of one workload
+    known: Shared = field(default_factory=Shared, compare=False)  # with other bounds of the same workload
 
     @cached_property
     def overlapping(self) -> bool:
@@ -63,7 +63,7 @@ class Bounds(MemoryBound):
         return find_collective(self.collective).pairs
 
     def _met(self, lanes: Floats, further: Floats) -> Floats:
-        """The seconds of two parts of a layout together: each in lanes of its own, or all in the engine's queues."""
+        """The seconds of two parts of a layout together: in separate lanes, or all in the engine's queues."""
         apart = np.add if self.mechanics.queues else np.maximum
         chained = np.maximum if self.overlapping else np.add
         return np.concatenate(
@@ -102,7 +102,7 @@ class Bounds(MemoryBound):
         return ComputeSeconds(forward=forward, backward=backward, moving=self._moving(moving))
 
     def _moving(self, shares: Sequence[float]) -> float:
-        """w, of the shares of a micro-batch's units. What owners step on may be products beside collectives."""
+        """w, from the shares of a micro-batch's units. 0 with owners, whose steps may be matrix products."""
         owned = by_owners(self.workload.optimizer, self.workload.ownership, self.mechanics)
         return 0.0 if owned else min(shares, default=0.0)
 
@@ -135,17 +135,17 @@ class Bounds(MemoryBound):
 
     @cached_property
     def _narrowest(self) -> int:
-        """Least bytes of an element of a gradient where it is copied to: that depends on the slot's dtype."""
+        """Least bytes of a gradient's element where it is collected, which depends on the slot's dtype."""
         wires = [wire for wire in self._grad_wires if coded(wire) is None]
         return min(ITEM_BYTES[dtype] for dtype in (self.workload.wire_dtype, self.workload.grad_dtype, *wires))
 
     def _stepped(self, block: Block) -> Floats:
-        """Elements that a rank steps on. Of those that owners divide, one has at least the mean."""
+        """Elements that a rank steps on. With owners, some rank has at least the mean."""
         trained = (trained / state_degree(own) for own, (_, trained) in self.elements.layouts(block))
         return sum(trained, np.zeros(len(block)))
 
     def optimizer_s(self, block: Block) -> Floats:
-        """On the device."""
+        """Seconds of the optimizer's step on the device."""
         by_state = state_degree(block)
         seconds = self._stepped(block) * (0.0 if self.host.shards_states else self.compute.optimizer(1.0))
         if self.workload.optimizer == "muon":
@@ -179,10 +179,10 @@ class Bounds(MemoryBound):
                 lost += self._taken[level] * found[:LOST_ROWS]
             added = self._added(own, bool(experts))
             lanes = self._met(lanes, self._met(of_part, added))
-            if self.cluster.device.cores is None:  # else the network shares them out
+            if self.cluster.device.cores is None:  # otherwise the network model shares out the cores
                 lost[Row.REDUCE_MICRO] += added[Row.REDUCE_MICRO] - added[Row.REDUCE_EDGE]
                 lost[Row.REDUCE_LATE] += added[Row.REDUCE_LATE]
-        # Beyond what a device has, less goes missing than is asked for.
+        # Collectives cannot take more than the device has.
         most, moving = max(self._taken), self._most_moved
         real = np.minimum(1.0, MOST_TAKEN / np.maximum((2 * axes + len(COPIES)) * most + moving + adding, 1e-9))
         streamed = (1 + MOMENTS) * ITEM_BYTES[self.workload.master_dtype] / self.constants.host_copy_bytes_per_s
@@ -199,7 +199,7 @@ class Bounds(MemoryBound):
         )
 
     def _added(self, block: Block, experts: bool) -> Floats:
-        """Seconds that kernels take to add what was reduced to the accumulated gradient, in the lane of reductions."""
+        """Seconds of kernels that add reduced gradients to the accumulated ones, in the lane of reductions."""
         rows, adding = np.zeros((LANE_ROWS, 1)), list[tuple[UnitSpec, float]]()
         if self._adds:
             for unit in self.model.units:
@@ -216,12 +216,12 @@ class Bounds(MemoryBound):
         return np.where(shards > 1, rows / shards, 0.0)
 
     def _in_slots(self, unit: UnitSpec, stage: Stage) -> bool:
-        """Whether it shares slots with others, where an axis has this stage; joined units may not."""
+        """Whether the unit shares slots with others if an axis has this stage; joined units may not."""
         return unit.kind is UnitKind.BLOCK and (stage.shards_params or not self.joins)
 
     def _outside(self, each: Sequence[tuple[UnitSpec, float]], slots: int, stage: Stage) -> float:
-        """Most seconds of a micro-batch's transfers that lie outside of the pass that they belong to, from those of one
-        of each unit: of units that share slots those that have one, of others all."""
+        """Most seconds of a micro-batch's transfers outside of the pass that they belong to. `each` has the seconds of
+        one of each unit. As many units that share slots count as there are `slots`, and all others."""
         sharing = [seconds for unit, seconds in each if self._in_slots(unit, stage)]
         others = (unit.count * seconds for unit, seconds in each if not self._in_slots(unit, stage))
         return slots * max(sharing, default=0.0) + sum(others)
@@ -241,14 +241,14 @@ class Bounds(MemoryBound):
 
     @cached_property
     def _taken(self) -> tuple[float, ...]:
-        """By level, of the device, by a collective over it alone."""
+        """By level, the share of the device that a collective over this level takes."""
         axes = [self._axis(level, Stage.ZERO, max(2, each.size)) for level, each in enumerate(self.cluster.levels)]
         return tuple(taken_share(self.cluster, (axis,), self.constants) for axis in axes)
 
     @cached_property
     def _most_moved(self) -> float:
-        """Largest share of memory bandwidth used by collectives on all levels at once: lanes that share links share it
-        too."""
+        """Largest share of memory bandwidth that collectives on all levels take at once. Lanes that share links share
+        it."""
         most = 0.0
         for level, each in enumerate(self.cluster.levels):
             axes = [self._axis(level, Stage.ZERO, size) for size in divisors(each.size) if size > 1]
@@ -258,8 +258,8 @@ class Bounds(MemoryBound):
         return most
 
     def _parts(self, block: Block) -> Iterator[tuple[int, Stage, bool, Integers, Integers]]:
-        """Each part with its size and the pieces into which more significant axes have cut its region; and whether it
-        is a replicated one that scatters and gathers, in two lanes."""
+        """Each part: its level and stage; whether it is replicated, and scatters and gathers in two lanes; its size;
+        and the pieces into which more significant axes cut its region."""
         pieces = np.ones(len(block), dtype=np.int64)
         for tier in _TIERS:
             for level, sizes in enumerate(block.sizes):
@@ -278,15 +278,15 @@ class Bounds(MemoryBound):
             pieces = pieces * np.where(by_level, sizes[-1], 1)
 
     def _by_level(self, block: Block, experts: bool) -> Iterator[tuple[int, Floats, Integers]]:
-        """Each level with the rows of its parts together, a column for each way to cut it, and the column of each
-        layout: many layouts differ on other levels only."""
+        """Each level; the rows of its parts together, with a column for each way to cut it; and the column of each
+        layout. Many layouts differ only on other levels."""
         count = len(divisors(self.cluster.world))  # of numbers of pieces
         for level, parts in groupby(sorted(self._parts(block), key=itemgetter(0)), key=itemgetter(0)):
             of_stages: list[tuple[Stage, bool, Integers]] = []
             columns = first = np.zeros(len(block), dtype=np.int64)
             for _, stage, halves, sizes, pieces in parts:
                 places = self._size_position[level][sizes] * count + self._piece_position[pieces]
-                places[sizes == 1] = 0  # which sends nothing, whatever its pieces
+                places[sizes == 1] = 0  # a part of one rank sends nothing
                 of_stages.append((stage, halves, places))
                 columns, first = _distinct(columns * (count * len(divisors(self.cluster.levels[level].size))) + places)
             found = np.zeros((len(Row), len(first)))
@@ -298,8 +298,8 @@ class Bounds(MemoryBound):
             yield level, found, columns
 
     def _sums_by_level(self, block: Block) -> npt.NDArray[np.bool_]:
-        """Whether each replicated level of a layout leaves a share to the next: not where one inside of another is
-        quantised ([Note: By level])."""
+        """Whether a layout's replicated levels each pass on a share to the next one. Not if an inner one is quantised:
+        [Note: By level]."""
         whole = np.zeros(len(block), dtype=bool)
         rounded = np.zeros(len(block), dtype=bool)
         for level, sizes in enumerate(block.sizes):
@@ -353,7 +353,7 @@ class Bounds(MemoryBound):
                 seconds, busy, memory = self._cost(transfer, numels, frozen=gather and per_micro)
                 together = numels[0], seconds
                 if shared and not axis.stage.shards_params and trainable:
-                    # With whatever the unit is joined, its share is no less than that of a transfer of all.
+                    # However units are joined, a unit's share is at least its share of one transfer of all.
                     whole = transfer(trainable)
                     seconds, busy, memory = (numels[0] / trainable * each for each in whole)
                     together = trainable, whole[0]
@@ -383,8 +383,8 @@ class Bounds(MemoryBound):
     def _gathers_by_unit(self, stage: Stage) -> Iterator[tuple[UnitSpec, int]]:
         """How often a micro-batch gathers each unit over an axis of `stage`.
 
-        Blocks are gathered forward and, where it comes back to them, backward, but the last ones of the forward are
-        still in their slots when the backward begins; over a kept axis, and for units that stay gathered, once.
+        A block is gathered in the forward and, if a backward comes back to it, in the backward. But the last blocks of
+        the forward are still in their slots then. Over a kept axis, and for units that stay gathered, once.
         """
         spare = PREFETCH + 1
         for unit in reversed(self.model.units):
@@ -397,8 +397,8 @@ class Bounds(MemoryBound):
 
     @cached_property
     def _entered(self) -> UnitSpec | None:
-        """The unit that runs first, if it is one: besides the root's, its parameters are those that the first
-        computation waits for, and its gradients come when all else but the root's is done."""
+        """The unit that runs first, if it is a single one. The first computation waits for its parameters and the
+        root's, and their gradients come last."""
         inner = (unit for unit in self.model.units if unit.kind is not UnitKind.ROOT)
         first = next(inner, None)
         return first if first is not None and first.count == 1 else None
@@ -416,7 +416,7 @@ class Bounds(MemoryBound):
     def _cost(
         self, transfer: Callable[[int], tuple[float, float, float]], numels: tuple[int, int], *, frozen: bool
     ) -> tuple[float, float, float]:
-        """Seconds of one transfer of a unit's trainable and frozen elements, of its links, and of memory."""
+        """Seconds of one transfer of a unit's trainable and frozen elements, in all, of its links and of memory."""
         trainable, rest = numels
         sent = [numel for numel in (trainable, rest if frozen else 0) if numel]
         found = [transfer(numel) for numel in sent]
@@ -426,7 +426,7 @@ class Bounds(MemoryBound):
     def _transfer(
         self, axis: Axis, operation: Operation, pieces: int, halves: bool, numel: int
     ) -> tuple[float, float, float]:
-        """Seconds of a transfer, of its links, and of memory; in `halves`, of the longer one."""
+        """Seconds of a transfer, in all, of its links and of memory. In `halves`, those of the longer half."""
         default = self.workload.param_dtype if operation == "all_gather" else self.workload.wire_dtype
         wire = (axis.wire.param if operation == "all_gather" else axis.wire.grad) or default
         numel = ceil(numel / pieces)
@@ -434,13 +434,13 @@ class Bounds(MemoryBound):
         if operation == "all_reduce":
             two: tuple[Operation, Operation] = ("reduce_scatter", "all_gather")
             parts = [self._seconds(Transfer(operation=half, axis=axis, numel=numel, wire=wire)) for half in two]
-            # Inside of another replicated level it is these two, whose measured rates may be others.
+            # Inside of another replicated level it runs as these two, whose measured rates may differ.
             found.append(tuple(sum(both) for both in zip(*parts, strict=True)))
         seconds, busy, memory = (min(each) for each in zip(*found, strict=True))
         return max(each for each, *_ in parts) if halves and not self.mechanics.queues else seconds, busy, memory
 
     def _seconds(self, transfer: Transfer) -> tuple[float, ...]:
-        """Seconds of a transfer, of its links, and of memory."""
+        """Seconds of a transfer, in all, of its links and of memory."""
         cost = self.transfers.cost(transfer)
         return cost.seconds, sum(share for level, share in cost.busy if level != HOST), cost.memory_s
 
@@ -451,26 +451,28 @@ _EDGES = {
     (False, True): (Row.REDUCE_FIRST, Row.REDUCE_EDGE),
     (False, False): (Row.BOUNDARY_ROOT, Row.BOUNDARY_EDGE),
 }
-"""By whether it gathers, and whether every micro-batch does it: the rows of one unit, and of it and the other."""
+"""By whether an operation gathers, and whether every micro-batch has it: the rows of one of the two edge units, and of
+both."""
 
 _OPERATIONS: tuple[Operation, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 
 _ENDLESS = 2**60
-"""Elements, beside which a transfer's latency is nothing."""
+"""So many elements that a transfer's latency does not count."""
 
 
 _TIERS = [tuple(stage for stage in STAGES if stage.significance == tier) for tier in range(3)]
 
 
 def _positions(values: Sequence[int]) -> Integers:
-    """From each value to its position among them."""
+    """A table from each value to its position."""
     table = np.zeros(max(values) + 1, dtype=np.int64)
     table[list(values)] = np.arange(len(values))
     return table
 
 
 def _distinct(keys: Integers) -> tuple[Integers, Integers]:
-    """Numbers from 0 on, equal for equal keys, and where each number stands; keys are small enough to index by."""
+    """A number from 0 on for each key, equal for equal keys; and for each number, one place of it. Keys must be small
+    enough to index by."""
     found = np.zeros(keys.max(initial=0) + 1, dtype=np.int64)
     found[keys] = 1
     used = np.flatnonzero(found)

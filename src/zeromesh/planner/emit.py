@@ -1,7 +1,7 @@
-"""Plans as configurations of other engines, where they can express them: docs/planning.md has a table.
+"""Plans as configurations of other engines, if they can express them: docs/planning.md has a table.
 
-Each emitter names the part of a strategy that its engine has no word for. All of them have fp32 masters, send
-parameters in the dtype that they compute in, and gradients in one dtype on all levels.
+An emitter that refuses names the part of the strategy that its engine cannot express. All engines have fp32 masters,
+send parameters in the compute dtype, and send gradients in one dtype on all levels.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _deepspeed_zero(plan: Plan, parts: Parts) -> dict[str, object]:
         sections = ("offload_optimizer", "offload_param")[:count]
         common |= {section: {"device": "cpu", "pin_memory": True} for section in sections}
     if stages[0] == "3":
-        # By default it keeps what is used again within 1e9 elements: of smaller models everything, as 3k does.
+        # By default it keeps parameters that are used again within 1e9 elements: in smaller models all, as 3k does.
         common |= {"stage3_max_reuse_distance": 0}
     if len(parts) == 1 and stages[0] in "0123":
         return {"stage": int(stages[0]), **(common if stages[0] != "0" else {})}
@@ -120,9 +120,9 @@ def _deepspeed_zero(plan: Plan, parts: Parts) -> dict[str, object]:
 def _deepspeed_precision(plan: Plan, replicated: bool) -> dict[str, object]:
     """Dtypes of parameters, gradients and of the reduction, which would otherwise be in the parameters' dtype.
 
-    Stage 0 goes through autocast, with parameters, gradients and states of 16 bytes as the stages above have: DeepSpeed
-    0.19 refuses fp32 gradients beside `bf16` there, and with bf16 ones it starts Adam with an empty step, whose count
-    makes the first steps shorter.
+    Stage 0 goes through autocast, with parameters, gradients and states of 16 bytes as in the other stages: there,
+    DeepSpeed 0.19 refuses fp32 gradients beside `bf16`, and with bf16 gradients it starts Adam with an empty step,
+    which counts and makes the first steps shorter.
     """
     param, reduce = _computed_in(plan), plan.reduce_dtype or plan.param_dtype
     known: dict[str, object] = {"communication_data_type": reduce} if reduce else {}
@@ -181,8 +181,8 @@ def emit_megatron_fsdp(plan: Plan, model: ModelSpec) -> str:
 
 
 def emit_megatron_lm(plan: Plan, model: ModelSpec) -> str:
-    """Arguments of Megatron-LM's pretraining scripts, under comments on the differences. Raises InputError, which names
-    the part, if Megatron-LM cannot express the strategy."""
+    """Arguments of Megatron-LM's pretraining scripts, with comments on differences. Raises InputError, which names the
+    part, if Megatron-LM cannot express the strategy."""
     engine, parallel, layout = "Megatron-LM", plan.parallel or WHOLE, Layout.of(plan.strategy, plan.mesh)
     plan = _in_one_dtype(engine, plan, layout)
     (stage, _), *rest = _parts(engine, plan, layout, cut=True, shared=True)
@@ -284,14 +284,15 @@ EMITTERS: dict[str, Callable[[Plan, ModelSpec], str]] = {
 
 
 ENGINES = {"fsdp": "fsdp2", "deepspeed": "deepspeed"}
-"""By simulated engine, the emitter that says what it can run."""
+"""By simulated engine, the emitter that knows which layouts it can run."""
 
 
 def _parts(
     engine: str, plan: Plan, layout: Layout, *, alone: str = "0", cut: bool = False, shared: bool = False
 ) -> Parts:
-    """Neighbouring axes of one stage together, innermost first; axes of one rank left out. Refuses options, models that
-    are cut beside them unless `cut`, and shares of the host unless `shared`. A single rank has the stage `alone`."""
+    """(stage, ranks) of neighbouring axes of one stage together, innermost first, without axes of one rank. Refuses
+    options; models divided beside data, unless `cut`; and shares of the host, unless `shared`. A single rank has the
+    stage `alone`."""
     if plan.parallel is not None and not cut:
         _refuse(
             engine, plan, f"{plan.parallel}: what is emitted shards over data-parallel ranks alone (see torchtitan)"
@@ -359,7 +360,7 @@ def _environment() -> Environment:
 
 
 def _render(template: str, plan: Plan, model: ModelSpec, **values: object) -> str:
-    # The module lists whose children are units.
+    # The names of the module lists whose children are units.
     blocks = dict.fromkeys(unit.name.rpartition(".")[0] for unit in model.units if unit.kind is UnitKind.BLOCK)
     found = _environment().get_template(template)
     return found.render(

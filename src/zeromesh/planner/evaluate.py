@@ -1,4 +1,4 @@
-"""Simulated step time and memory of candidates: from a few blocks where those tell what all do (`simulate_few`)."""
+"""Simulated step time and memory of candidates: from a few blocks if all others repeat them (`simulate_few`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zeromesh.units import format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One point of the search space; `bound_s` is its step time's bound from below."""
+    """One point of the search space; `bound_s` is the lower bound on its step time."""
 
     strategy: Strategy
     micro_batch: int
@@ -38,7 +38,7 @@ class Candidate:
 
     @property
     def named(self) -> str:
-        """Its degrees, where the model is cut, and its strategy."""
+        """Its degrees of parallelism, if any, and its strategy."""
         return " ".join(text for text in (str(self.parallel), str(self.strategy)) if text)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Estimate:
     host_memory_bytes: float
 
     def differs(self, other: Estimate) -> bool:
-        """Whether it is 1 % slower or faster, or a tenth smaller: less is no reason to look at it as well."""
+        """Whether it is 1 % slower or faster, or a tenth smaller: smaller differences are not worth listing."""
         return abs(self.step_s / other.step_s - 1) > 0.01 or self.memory_bytes < 0.9 * other.memory_bytes
 
 
@@ -77,8 +77,8 @@ class Choice:
 
 @dataclass(slots=True)
 class Evaluator:
-    """Simulates candidates and remembers them. The cluster is that of the world in use, whatever takes part of it;
-    `memory_margin` is the share of the device's memory to leave free."""
+    """Simulates candidates and remembers them. The cluster is cut to the world in use; `memory_margin` is the share of
+    the device's memory to leave free."""
 
     model: ModelSpec
     cluster: Cluster
@@ -93,7 +93,7 @@ class Evaluator:
     _known: Shared = field(default_factory=Shared, init=False)
     _estimates: dict[Candidate, Estimate] = field(default_factory=dict, init=False)
     _simulations: dict[Candidate, Simulation] = field(default_factory=dict, init=False)
-    # One layout is asked for with one choice after another, and its schedule takes as long as a small model's step.
+    # The last layout's: it is asked for with one choice after another, and making its schedule takes long.
     _last: tuple[tuple[Strategy, Parallel], Setups] | None = field(default=None, init=False)
 
     @property
@@ -114,7 +114,7 @@ class Evaluator:
         return self._within(estimate.memory_bytes, estimate.host_memory_bytes)
 
     def has_room(self, candidate: Candidate) -> bool:
-        """Whether its estimate `fits`, for which no step is simulated."""
+        """Whether its estimate `fits`, found without simulating a step."""
         return all(self._within(*peak_bytes(setup)) for setup, _ in self._setups(candidate))
 
     def _within(self, memory_bytes: float, host_memory_bytes: float) -> bool:
@@ -137,8 +137,8 @@ class Evaluator:
         parallel: Parallel = WHOLE,
         host: Stage = Stage.ZERO,
     ) -> tuple[Bounds, Bounds]:
-        """The bounds for wires by level, lossless ones if none are given, and a strategy's collectives: of time and of
-        memory, which differ in a pipeline: its slowest kind of rank, and the first, which holds most."""
+        """Bounds on time and on memory, for wires by level (default: lossless) and a strategy's collectives. In a
+        pipeline they are of different ranks: time of the slowest kind, memory of the first, which holds most."""
         key = (wires or ("",) * len(self.cluster.levels), collective, parallel, host)
         if key not in self._bounds:
             division = self.division(parallel)
@@ -192,7 +192,7 @@ class Evaluator:
         return self._estimates[candidate]
 
     def estimate_steps(self, candidate: Candidate, *, streamed: bool) -> Estimate:
-        """The same; of states on the host, that of the better place for the step, if they may be `streamed`."""
+        """As `estimate`. With states on the host, and if they may be `streamed`, for the better place of the step."""
         found = [self.estimate(candidate)]
         if streamed and candidate.strategy.host.shards_states:
             found.append(self.estimate(replace(candidate, strategy=replace(candidate.strategy, step="device"))))

@@ -1,4 +1,4 @@
-"""Why the alternatives lose: the runner-up and each well-known strategy against the best, in seconds and where."""
+"""Why the alternatives lose: the runner-up and each well-known strategy against the best, with seconds and places."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ _CALLED = {
     "reduce up": "gradient copies up",
     "reduce down": "gradient copies down",
 }
-"""Names of the simulator's collectives in a sentence."""
+"""Names of the simulator's collectives, for sentences."""
 
 _NAMED = 3
-"""Places that a sentence names."""
+"""Most places that a sentence names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    name: str  # that people call it by
+    name: str  # its common name
     strategy: str  # in the notation
     outcome: Outcome  # excluded: it does not fit
     text: str  # one sentence
-    step_s: float | None  # at its best micro-batch and recomputation; None where it does not fit
-    loses: tuple[tuple[str, float], ...] = ()  # (where, seconds), the most first: costs that the best has not
-    memory_bytes: float  # that it needs; the least that it can do with where it does not fit
-    host_memory_bytes: float  # that it needs in its host's memory, for each device
+    step_s: float | None  # at its best micro-batch and recomputation; None if it does not fit
+    loses: tuple[tuple[str, float], ...] = ()  # (where, seconds), the most first: costs that the best does not have
+    memory_bytes: float  # needed; the least possible if it does not fit
+    host_memory_bytes: float  # needed in its host's memory, for each device
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"loses": [{"where": where, "seconds": seconds} for where, seconds in self.loses]}
 
 
 def explain(evaluator: Evaluator, best: Candidate, known: Mapping[str, Strategy]) -> list[Reason]:
-    """The known strategies against the best, those of MiCS up to the first that fits."""
+    """Compares the known strategies with the best; those of MiCS up to the first that fits."""
     reasons = []
     mics_fits = False
     for name, strategy in known.items():
@@ -90,7 +90,7 @@ def compare(evaluator: Evaluator, best: Candidate, other: Candidate, name: str) 
 
 
 def _on(cluster: Cluster, strategy: Strategy) -> Strategy:
-    """The strategy on this cluster, without levels of one member."""
+    """The strategy with stage 0 on levels of one member, for comparisons."""
     sizes = dict(cluster.axes)
     terms = tuple(
         replace(term, stage=Stage.ZERO, wire=DEFAULT_WIRE) if sizes[term.name] == 1 else term for term in strategy.axes
@@ -99,7 +99,7 @@ def _on(cluster: Cluster, strategy: Strategy) -> Strategy:
 
 
 def _losses(mine: Simulation, theirs: Simulation) -> tuple[tuple[str, float], ...]:
-    """Seconds that one pays more than the other, by where; gains are negative."""
+    """Seconds that `theirs` takes more than `mine`, by place; gains are negative."""
     change: defaultdict[str, float] = defaultdict(float)
     for sign, simulation in ((-1, mine), (1, theirs)):
         for axes, collective, seconds in simulation.exposed:

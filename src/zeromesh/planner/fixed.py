@@ -29,16 +29,16 @@ def simulate_choices(
     top: int = 1,
     trace: bool = False,
 ) -> tuple[Choice, ...]:
-    """Simulates a strategy with what the workload leaves open: the `top` fastest choices that fit, fastest first, else
-    the smallest; the first with its trace, if asked for. Raises MeshError if the strategy does not fit the cluster's
-    levels; InputError if the batch or a degree does not divide."""
+    """Simulates a strategy with the workload's open choices: the `top` fastest ones that fit, fastest first, or the
+    smallest if none fits. With `trace` the first has its trace. Raises MeshError if the strategy does not fit the
+    cluster's levels; InputError if the batch or a degree does not divide."""
     evaluator = Evaluator(model, cluster, workload, engine, default_constants(), memory_margin)
     best, *others = fastest(evaluator, strategy, workload.parallel, top)
     return (evaluator.choice(best, record=trace), *map(evaluator.choice, others))
 
 
 def fastest(evaluator: Evaluator, strategy: Strategy, parallel: Parallel, top: int = 1) -> list[Candidate]:
-    """The `top` fastest choices that fit, fastest first; where none fits the smallest."""
+    """The `top` fastest choices that fit, fastest first; the smallest if none fits."""
     every = choices(evaluator, strategy, parallel)
     wires = {(term.name, term.wire) for term in strategy.axes}
     plain = len(wires) == len(strategy.names) and strategy.prefetch == 1 and not strategy.parts
@@ -52,10 +52,10 @@ def fastest(evaluator: Evaluator, strategy: Strategy, parallel: Parallel, top: i
 
 
 def choices(evaluator: Evaluator, strategy: Strategy, parallel: Parallel = WHOLE) -> list[tuple[Candidate, float]]:
-    """Every micro-batch and recomputation of a strategy by rising bound, each with what it needs at least.
+    """Every micro-batch and recomputation of a strategy by rising bound, each with the least memory that it needs.
 
-    With several wires on one level, a prefetch other than 1, parts or another engine, what is called a bound is only
-    near one: still the order of the choices.
+    The bound is only approximate with several wires on one level, a prefetch other than 1, parts or another engine. It
+    still gives the order of the choices.
     """
     layout = Layout.of(strategy.with_parts({}), evaluator.division(parallel).cluster.axes)
     host = strategy.host if strategy.percent == 100 else Stage.ZERO
@@ -72,7 +72,7 @@ def choices(evaluator: Evaluator, strategy: Strategy, parallel: Parallel = WHOLE
 
 
 def _wires(layout: Layout) -> tuple[str, ...]:
-    """By level, as after `@`; where its parts differ, the default."""
+    """The wire of each level, as after `@`; the default if the level's parts have several."""
     found = [{str(axis.wire) for axis in layout.axes if axis.mesh_axis == name} for name, _ in layout.mesh]
     return tuple(wires.pop().removeprefix("@") if len(wires) == 1 else "" for wires in found)
 

@@ -1,7 +1,7 @@
 """Configuration files of DeepSpeed, accelerate, FSDP and torchtitan, as a strategy and keys of `zeromesh train`.
 
-Each format is one table: a key of theirs, and the key of ours that has its value. A few keys say the layout together,
-and one function a format reads them. Whatever is in neither, and is needed, has no equivalent.
+Each format has one table, from the library's keys to our keys with the same value. A few keys describe the layout
+together; one function a format reads them. All other keys that matter are listed as having no equivalent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zeromesh.strategy.plan import Plan
 from zeromesh.strategy.stage import HOST, dtype_name
 
 SUFFIXES = (".json", ".yaml", ".yml", ".toml")
-"""Ends of names of files that may stand in place of a strategy."""
+"""Suffixes of files that may stand in place of a strategy."""
 
 Sizes = Sequence[tuple[str, int]]
 
@@ -76,7 +76,7 @@ _NEEDLESS = re.compile(
     )|(job|profiling|metrics)\..*""",
     re.VERBOSE,
 )
-"""Keys that need no equivalent: of what zeromesh does by itself, or of launchers and loggers."""
+"""Keys that need no equivalent: zeromesh does this by itself, or they are for launchers and loggers."""
 
 _TAKE_NOTHING = (
     "checkpoint.keep",
@@ -85,35 +85,35 @@ _TAKE_NOTHING = (
     "optimizer.final_lr_ratio",
     "optimizer.weight_decay",
 )
-"""Keys of ours that are not off by default: where a file has 0 or "none", they must say so."""
+"""Our keys that are not off by default: if a file has 0 or "none", they must be set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
     """A file of another library.
 
-    Its `parts` are (stage, ranks) of groups of ranks, innermost first; 0 ranks for all that are left, or those of a
+    Its `parts` are (stage, ranks) of groups of ranks, innermost first; 0 ranks means all that are left, or those of a
     machine.
     """
 
     source: str  # the library
     parts: tuple[tuple[str, int], ...]
     host: str = ""  # the stage of the host, as it stands in a strategy; "" for none
-    keys: Mapping[str, Any]  # of ours, dotted; those of `zeromesh plan` begin with "--"
-    mesh: tuple[tuple[str, int], ...] = ()  # (axis, ranks), innermost first, where the file says how many there are
-    without: tuple[str, ...] = ()  # keys of theirs that have no equivalent
+    keys: Mapping[str, Any]  # our keys, dotted; those of `zeromesh plan` begin with "--"
+    mesh: tuple[tuple[str, int], ...] = ()  # (axis, ranks), innermost first, if the file has numbers of ranks
+    without: tuple[str, ...] = ()  # the library's keys that have no equivalent
 
     def strategy(self, mesh: Sizes = ()) -> str:
         """The strategy in our notation.
 
-        The mesh is (axis, ranks), innermost first, with 0 ranks where they are not known. Default: the file's own, or a
-        node and a cluster, where a group of ranks is taken to be a node. Raises MeshError if a group of ranks is none
-        of the mesh's.
+        The mesh is (axis, ranks), innermost first, with 0 ranks if they are not known. Default: the file's own, or a
+        node and a cluster, where a group of ranks counts as a node. Raises MeshError if a group of ranks does not fit
+        the mesh.
         """
         axes = mesh or self.mesh or (("node", 0), ("cluster", 0))
         (inner, left), (outer, _) = self.parts[0], self.parts[-1]
         if not all(size for _, size in axes):
-            axes, left = [*((name, 1) for name, _ in axes[:-1]), (axes[-1][0], 2)], 1  # a group is taken to be a node
+            axes, left = [*((name, 1) for name, _ in axes[:-1]), (axes[-1][0], 2)], 1  # a group counts as a node
         left = left or prod(size for _, size in (axes[:-1] or axes))
         terms = []
         for name, size in axes:
@@ -149,13 +149,13 @@ class Imported:
 
 
 def is_file(strategy: str) -> bool:
-    """Whether the text is a file's name in place of a strategy."""
+    """Whether the text is the name of a file, in place of a strategy."""
     return strategy.endswith(SUFFIXES)
 
 
 def read_strategy(text: str, mesh: Sizes) -> str:
-    """A strategy's text; of a file, the strategy that it means on the mesh, whose sizes come innermost first. Raises
-    InputError or MeshError as `read_file` and `Imported.strategy`."""
+    """The strategy's text. If it names a file, the file's strategy on the mesh, whose sizes come innermost first.
+    Raises InputError or MeshError as `read_file` and `Imported.strategy`."""
     if not is_file(text):
         return text
     found = read_file(Path(text))
@@ -163,15 +163,14 @@ def read_strategy(text: str, mesh: Sizes) -> str:
 
 
 def read_file(path: Path) -> Plan | Imported:
-    """Reads a plan of ours, or a file of another library. Raises InputError if it cannot be read, or is of none of
-    them."""
+    """Reads a plan, or a file of another library. Raises InputError if it cannot be read, or is neither."""
     if path.suffix == ".json" and "zeromesh_plan" in read_text(path, kind="a plan"):
         return Plan.load(path)
     return read_foreign(path)
 
 
 def sharding_options(path: Path, mesh: Any) -> dict[str, Any]:
-    """The options of `zm.Sharding` in a file, on a mesh or one's sizes; of None, on the file's own."""
+    """The options of `zm.Sharding` in a file, for a mesh or its sizes; for None, the file's own mesh."""
     found = read_file(path)
     own: dict[str, Any] = {"strategy": found, "mesh": mesh or dict(found.mesh[::-1])}
     if isinstance(found, Plan):
@@ -187,7 +186,7 @@ def sharding_options(path: Path, mesh: Any) -> dict[str, Any]:
 
 
 def read_foreign(path: Path) -> Imported:
-    """Reads a file of another library. Raises InputError if it cannot be read, or is of none of them."""
+    """Reads a file of another library. Raises InputError if it cannot be read, or is of no known library."""
     found, fsdp = _tables(path), {}
     if isinstance(section := found.get("fsdp_config", found), dict):
         fsdp = {f"fsdp_{key.removeprefix('fsdp_')}": value for key, value in section.items()}
@@ -233,7 +232,7 @@ def _tables(path: Path) -> dict[str, Any]:
 
 
 class _Has(dict[str, Any]):
-    """Dotted keys with their values, and which of them were asked for. Values of "auto" are left out: the Trainer of
+    """Dotted keys with their values, and the keys that were asked for. Values of "auto" are left out: the Trainer of
     transformers fills them in from its own arguments."""
 
     def __init__(self, tables: Mapping[str, Any]) -> None:
@@ -263,7 +262,7 @@ def _imported(
         off = value in (0, "none", "no") and (ours not in _TAKE_NOTHING or value is False)
         if off or value in (None, "", [], -1, "Adam", "AdamW") or key in has.asked:
             continue
-        if key.endswith("gradient_accumulation_steps"):  # zeromesh has it from the batch of all ranks
+        if key.endswith("gradient_accumulation_steps"):  # zeromesh derives it from the batch of all ranks
             known = value == 1 or "train_batch_size" in has
             without += [] if known else [f"{key} = {value}: set batch.global_sequences, of all ranks and micro-batches"]
         elif ours == "checkpoint.keep" and value == 0:
@@ -298,7 +297,7 @@ def _deepspeed(has: _Has) -> dict[str, Any]:
 
 
 def _offload(stage: int, devices: Sequence[str], ratio: float = 1.0) -> dict[str, Any]:
-    """The host's stage of DeepSpeed's offload: the inverse of `emit_deepspeed`."""
+    """The host's stage for DeepSpeed's offload: the inverse of `emit_deepspeed`."""
     states, params = (device == "cpu" for device in devices)
     without = [f"offload to nvme ({', '.join(devices)})"] if "nvme" in devices else []
     host = 3 if params and stage == 3 else min(stage, 2) if states else 0
@@ -308,7 +307,7 @@ def _offload(stage: int, devices: Sequence[str], ratio: float = 1.0) -> dict[str
 
 
 _FSDP = {"FULL_SHARD": "3", "SHARD_GRAD_OP": "3k", "NO_SHARD": "0", "HYBRID_SHARD": "3", "HYBRID_SHARD_ZERO2": "3k"}
-"""Stages of torch's `ShardingStrategy`, which are also numbered from 1 on."""
+"""Stages of torch's `ShardingStrategy`, whose values may also be given by number, from 1 on."""
 
 
 def _accelerate(has: _Has, beside: Imported | None = None) -> dict[str, Any]:
@@ -331,7 +330,7 @@ def _accelerate(has: _Has, beside: Imported | None = None) -> dict[str, Any]:
     def fsdp(key: str, default: Any = None) -> Any:
         return has.take(f"fsdp_config.fsdp_{key}", default)
 
-    reshard = str(fsdp("reshard_after_forward", True)).upper()  # of version 1 it names the strategy
+    reshard = str(fsdp("reshard_after_forward", True)).upper()  # in version 1 it names the strategy
     named = str(fsdp("sharding_strategy", "FULL_SHARD" if reshard in ("TRUE", "FALSE") else reshard)).upper()
     named = [*_FSDP][int(named) - 1] if named.isdecimal() and 0 < int(named) <= len(_FSDP) else named
     if named not in _FSDP:

@@ -22,7 +22,7 @@ _BY_PRESET = (
 
 
 def known_strategies(cluster: Cluster) -> dict[str, Strategy]:
-    """By name, those that differ on this mesh; levels of one member count as none."""
+    """The known strategies that differ on this mesh, by name. Levels of one member do not count."""
     levels = [level for level in cluster.levels if level.size > 1]
     axes = [level.name for level in levels]
     found = {name: Strategy.parse(preset, axes) for name, preset, least in _BY_PRESET if len(axes) >= least}
@@ -32,15 +32,15 @@ def known_strategies(cluster: Cluster) -> dict[str, Strategy]:
 
 
 def _with_others(strategy: Strategy, cluster: Cluster) -> Strategy:
-    """The strategy with a stage for the levels of one member too."""
+    """The strategy, completed with stage 0 for levels of one member."""
     parts = {name: [term for term in strategy.axes if term.name == name] for name, _ in cluster.axes}
     terms = [term for name, own in parts.items() for term in own or [AxisStage(name=name, stage=Stage.ZERO)]]
     return replace(strategy, axes=tuple(terms))
 
 
 def _mics(levels: Sequence[Level]) -> dict[str, Strategy]:
-    """MiCS (arXiv 2205.00119): everything sharded in a group of whole nodes, here of 2, 4, 8 ... of the outermost
-    level's members; a group of one member is HSDP."""
+    """MiCS (arXiv 2205.00119): everything is sharded over a group of whole nodes, here of 2, 4, 8, ... members of the
+    outermost level. A group of one member is HSDP."""
     *inner, outer = levels
     sizes = [2**power for power in range(1, 12) if 2**power < outer.size and outer.size % 2**power == 0]
     inside = "".join(f"{level.name}=3," for level in inner)

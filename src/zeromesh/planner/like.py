@@ -1,9 +1,9 @@
-"""How fast a device has been seen to be: the rates at which a measured run's own layout takes what it took.
+"""Calibration of a device's rates by a measured run.
 
-The device's matrix rate and its memory's are multiplied by one factor, with which the simulated step is as long as the
-measured one. All else that a prediction gets wrong (the network, kernels that wait for the host) goes into that factor
-too: a run's file has the length of its steps and not what they waited for. So what is planned for has to be alike, the
-same model and devices, and the answer says how much of the step is waiting that was predicted and not measured.
+The device's matrix rate and its memory's rate are multiplied by one factor, so that the simulated step of the run's own
+layout is as long as the measured one. All other errors of a prediction (the network, kernels that wait for the host) go
+into that factor too, since a run's file has the length of its steps but not their waiting. So plans should be for the
+same model and devices. The answer says how much of the step is waiting, which was predicted and not measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SLOWEST, FASTEST = 1e-4, 1e3
 """Factors beyond which a run is not of this model or these devices."""
 
 CLOSE = 1e-3
-"""Share of the measured step by which the calibrated one may be off."""
+"""Largest error of the calibrated step, as a share of the measured one."""
 
 NAMES = ("metrics.jsonl", "trainer_state.json", "train_results.json", "all_results.json")
 """Files searched for in a run's directory, in this order."""
@@ -46,10 +46,10 @@ class Calibration:
     factor: float  # of the device's rates
     exposed_s: float  # predicted with these rates
     cluster: Cluster  # with these rates
-    strategy: str  # the layout that the run had, or is taken to have had
+    strategy: str  # the run's layout, given or assumed
 
     def describe(self) -> str:
-        """One line: what was measured, how far off the prediction was, and what is used now."""
+        """One line: the measurement, the error of the prediction, and the factor."""
         off, waits = self.predicted_s / self.measured.step_s - 1, self.exposed_s / self.measured.step_s
         return (
             f"like {self.measured.source}: {self.strategy} took {self.measured.step_s:.4g} s a step where "
@@ -71,9 +71,9 @@ class Calibration:
 
 
 def read_run(run: str, tokens: int) -> MeasuredStep:
-    """A step, of so many tokens, of a run: given by tokens a second of all devices together; or by a `metrics.jsonl` of
-    `zeromesh train`, a `trainer_state.json` or `train_results.json` of transformers' Trainer, or their directory.
-    Raises InputError if it is none of these, or its steps are of other sizes."""
+    """The measured step of a run, with so many tokens. The run is given by the tokens a second of all devices together,
+    by a `metrics.jsonl` of `zeromesh train`, by a `trainer_state.json` or `train_results.json` of transformers'
+    Trainer, or by their directory. Raises InputError if it is none of these, or its steps have other sizes."""
     rate = run.lower().replace("tokens/s", "").replace("_", "").replace(",", "").strip()
     try:
         per_second = float(rate)
@@ -87,8 +87,8 @@ def read_run(run: str, tokens: int) -> MeasuredStep:
 def calibrate(
     cluster: Cluster, measured: MeasuredStep, strategy: str, predict: Callable[[Cluster], Simulation]
 ) -> Calibration:
-    """The factor with which `predict`, the step of the run's layout on a cluster, takes the measured seconds. Raises
-    InputError if no device, however fast or slow, gives them."""
+    """Finds the factor for which `predict`, the step of the run's layout on a cluster, takes the measured seconds.
+    Raises InputError if no speed of the device explains them."""
     predicted = predict(cluster).step_s
     low, high = SLOWEST, FASTEST
     if not predict(_scaled(cluster, high)).step_s <= measured.step_s <= predict(_scaled(cluster, low)).step_s:
@@ -98,7 +98,7 @@ def calibrate(
             f"and the cluster's network (zeromesh probe)"
         )
     factor = 1.0
-    for _ in range(60):  # halves its range, so 40 are enough
+    for _ in range(60):  # each halves the range, so 40 are enough
         found = predict(_scaled(cluster, factor))
         if abs(found.step_s / measured.step_s - 1) <= CLOSE:
             break
@@ -115,7 +115,8 @@ def calibrate(
 
 
 def _scaled(cluster: Cluster, factor: float) -> Cluster:
-    """Its device with all rates times `factor`; the peak, by which utilisation is told, where it holds them."""
+    """The cluster with all rates of its device times `factor`. The peak, which defines utilisation, rises only if a
+    rate exceeds it."""
     device, constants = cluster.device, default_constants()
     peaks, any_dtype = dict(device.peak_flops), ComputeModel(device=device, constants=constants)
     achieved = {dtype: replace(any_dtype, dtype=dtype).matrix_flops * factor for dtype in peaks}
@@ -146,7 +147,7 @@ def _read_file(path: Path, tokens: int) -> MeasuredStep:
 
 
 def _of_metrics(text: str, tokens: int, path: Path) -> float:
-    """The median step of a file of ours, without the first tenth, which warms up."""
+    """The median step of a file of `zeromesh train`, without the first tenth, which warms up."""
     steps, counts_all = [], True
     for number, line in enumerate(text.splitlines(), 1):
         try:
@@ -159,7 +160,7 @@ def _of_metrics(text: str, tokens: int, path: Path) -> float:
         raise InputError(f"--like: {path} holds no steps yet")
     kept = steps[-(-len(steps) // 10) :] or steps
     counted = median(count for _, count in kept)
-    # Older files count what is learned, which answers are a part of.
+    # Older files count only learned tokens: of a chat, its answers.
     least = tokens * (0.99 if counts_all else 0.5)
     if not least <= counted <= tokens * 1.01:
         raise InputError(
@@ -170,7 +171,7 @@ def _of_metrics(text: str, tokens: int, path: Path) -> float:
 
 
 def _of_trainer(text: str, path: Path) -> float:
-    """The mean step of a Trainer's run, which counts evaluation and saving in."""
+    """The mean step of a Trainer's run, which includes evaluation and saving."""
     found = parse_json(text, where=f"--like: {path}")
     state = found if isinstance(found, dict) else {}
     history = state.get("log_history", [state])
@@ -182,13 +183,13 @@ def _of_trainer(text: str, path: Path) -> float:
             f"trainer_state.json or train_results.json of its output directory, or tokens a second as a number"
         )
     runtime, steps = _number(ends[-1], "train_runtime"), _number(state, "max_steps")
-    if runtime and steps:  # what that rate is made of, which is written with three places only
+    if runtime and steps:  # the rate itself is written with three decimals only
         return _positive(runtime / steps, path)
     return _positive(1 / _number(ends[-1], "train_steps_per_second"), path)
 
 
 def _number(entry: dict[str, Any], key: str) -> float:
-    """0 where there is none."""
+    """A number in the entry; 0 if there is none."""
     value = entry.get(key)
     return float(value) if isinstance(value, int | float) else 0.0
 

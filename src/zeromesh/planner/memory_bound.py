@@ -1,4 +1,4 @@
-"""Bounds from below of what layouts need of a device's memory, for many at once; padding is left out: it adds.
+"""Lower bounds on a device's memory, vectorised over layouts. Padding, which only adds, is left out.
 
 With Psi parameters, Psi' of them trainable, w the dtypes' bytes and N3, N3d, N2, N1 the products of the axis sizes at
 each stage:
@@ -41,22 +41,22 @@ from zeromesh.wires import coded
 
 @dataclass(frozen=True)
 class Elements:
-    """Element counts of a model, split by whether they are experts that `ep` ranks divide; frozen codes, whose elements
-    are of other sizes than those of parameters, are left out of lower bounds."""
+    """Element counts of a model, separately for experts that `ep` ranks divide. Frozen codes, whose elements have other
+    sizes, are left out."""
 
     model: ModelSpec
     ep: int
 
     def layouts(self, block: Block) -> Iterator[tuple[Block, tuple[int, int]]]:
-        """Layouts with the elements, all and trainable, that lie in them: `block` for all but the experts that ep cuts,
-        which have the layouts that its ranks leave."""
+        """Layouts with their elements, all and trainable: `block` for everything but divided experts, which have the
+        axes that the `ep` ranks leave."""
         yield block, self.total[False]
         if self.total[True][0]:
             yield block.without(self.ep), self.total[True]
 
     @cached_property
     def total(self) -> dict[bool, tuple[int, int]]:
-        """All and trainable: outside experts, and of experts."""
+        """Elements, all and trainable: outside experts, and of experts."""
         units = self.model.units
         trained = {part: sum(u.count * of[id(u)][0] for u in units) for part, of in self.by_unit.items()}
         return {
@@ -113,7 +113,8 @@ def bytes_each(wire: str) -> float:
 class MemoryBound:
     """Lower bounds on memory for a model and its workload on a cluster.
 
-    Where the model is cut, `division` says how, and `part` for which kind of rank; model and cluster are then its own.
+    If the model is divided, `division` says how, and `part` for which kind of rank; `model` and `cluster` are that
+    rank's.
     """
 
     model: ModelSpec
@@ -135,12 +136,12 @@ class MemoryBound:
 
     @cached_property
     def joined(self) -> tuple[tuple[UnitSpec, ...], ...]:
-        """The units that the engine makes one of, where no parameters are sharded."""
+        """The units that the engine joins if no parameters are sharded."""
         return schedule_units(self.model, self.workload.fixed(1, Recomputation.NONE), BUCKET_BYTES)[1]
 
     @cached_property
     def joins(self) -> bool:
-        """Whether it joins any but the root and its neighbour; only small models have such."""
+        """Whether it joins units other than the root and its neighbour, as in small models."""
         first, *others = self.joined
         edge = len(first) <= 2 and all(spec.count == 1 for spec in first)
         return not edge or any(len(specs) > 1 for specs in others)
@@ -176,7 +177,7 @@ class MemoryBound:
         )
 
     def _shards(self, block: Block, params: int, trainable: int) -> list[tuple[Floats, bool]]:
-        """Bytes of parameters, gradients and states of each layout, and whether the host has them."""
+        """Bytes of parameters, of gradients and of states of each layout, and whether they lie on the host."""
         work, host = self.workload, self.host
         return [
             (DTYPE_BYTES[work.param_dtype] * params / block.degree(*_PARAM_STAGES), host.shards_params),
@@ -185,7 +186,7 @@ class MemoryBound:
         ]
 
     def host_bytes(self, block: Block) -> Floats:
-        """Shards of each layout in the host's memory, with gradients and compute copies of the step there."""
+        """Bytes of each layout in the host's memory: shards, and gradients and compute copies of the step there."""
         work, host, found = self.workload, self.host, np.zeros(len(block))
         if host is Stage.ZERO:
             return found
@@ -197,8 +198,8 @@ class MemoryBound:
         return found
 
     def copied_bytes(self, block: Block) -> Floats:
-        """Down and up of each layout, per micro-batch and per step; none without the host. Second gathers and what
-        passes through the lane of gathers are left out."""
+        """Bytes copied down and up by each layout, per micro-batch and per step; empty without the host. Second gathers
+        and copies in the lane of gathers are left out."""
         work, host, found = self.workload, self.host, np.zeros((2, 2, len(block)))
         if host is Stage.ZERO:
             return found[:0]
@@ -220,7 +221,7 @@ class MemoryBound:
 
     @property
     def _fewer_moments(self) -> float:
-        """Bytes by which Muon's one momentum is below AdamW's two; what owners keep beside it the bound leaves out."""
+        """Bytes by which Muon's one momentum is below AdamW's two. The owners' other memory is left out."""
         if self.workload.optimizer != "muon":
             return 0.0
         less = MOMENTS * DTYPE_BYTES[self.workload.master_dtype] - DTYPE_BYTES[self.workload.grad_dtype]
@@ -228,7 +229,7 @@ class MemoryBound:
 
     @property
     def least_bytes(self) -> float:
-        """Parameters, gradients and optimizer states where everything is sharded over all ranks."""
+        """Bytes of parameters, gradients and optimizer states if everything is sharded over all ranks."""
         work, world = self.workload, float(self.cluster.world)
         of_trained = DTYPE_BYTES[work.grad_dtype] + self._state_width
         shards = {False: world, True: world / self.elements.ep}
@@ -238,7 +239,7 @@ class MemoryBound:
 
     @property
     def _param_wires(self) -> Iterator[str]:
-        """The parameter wire of each level: a kept copy is held as it came over one of them."""
+        """The parameter wire of each level: a kept copy has the format of one of them."""
         for text in self.wires or ("",):
             yield (Wire.parse(text).param if text else None) or self.workload.param_dtype
 
@@ -250,7 +251,7 @@ class MemoryBound:
         return width * (resident + count * max((numel for _, numel in blocks), default=0))
 
     def activation_bytes(self, sequences: int, recomputation: Recomputation) -> float:
-        """Alive at the end of the forward of one micro-batch."""
+        """Bytes of activations at the end of a micro-batch's forward."""
         work = self.workload.fixed(sequences, recomputation, self.parallel)
         found = work.micro_batch_tokens * self.model.peak_activation_bytes(work.seq_len, recomputation)
         if self.division is None:

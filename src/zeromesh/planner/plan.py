@@ -27,10 +27,10 @@ from zeromesh.strategy.plan import Plan
 from zeromesh.trace import Trace
 
 _NEAR = 1.25
-"""Layouts that are slower by more stay so wherever the constants lie within their ranges."""
+"""Layouts that are slower by more than this are not compared: they stay slower with all constants in their ranges."""
 
 TRACED_MICRO_BATCHES = 4
-"""Micro-batches shown in a timeline: the ones between are alike."""
+"""Most micro-batches in a timeline: all but the first and the last are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +38,16 @@ class Planned:
     model: ModelSpec
     cluster: Cluster  # cut to the world in use
     workload: Workload
-    best: Choice  # to recommend: the simplest that is nearly as fast as the fastest
-    fastest: Choice  # that fits
+    best: Choice  # the recommended one: the simplest that is nearly as fast as the fastest
+    fastest: Choice  # of those that fit
     candidates: tuple[Choice, ...]  # the best, the fastest, and the fastest of each other kind of layout
-    why: tuple[Reason, ...]  # losses of the alternatives
+    why: tuple[Reason, ...]  # why the alternatives lose
     found: Found = field(repr=False)
     depends: Dependence | None  # the unmeasured constant that the recommendation depends on most
     limit_bytes: float  # usable memory of a device
-    host_s: float  # of the best one's step, that its shards in the host's memory cost; 0 if there are none
+    host_s: float  # seconds of the best one's step due to shards in the host's memory; 0 if there are none
     seconds: float  # of planning
-    trace: Trace | None = None  # the best one's, where asked for; of at most `TRACED_MICRO_BATCHES` micro-batches
+    trace: Trace | None = None  # the best one's, if asked for; of at most `TRACED_MICRO_BATCHES` micro-batches
 
     __repr__ = short_repr
 
@@ -86,7 +86,7 @@ class Planned:
 
 
 def as_plan(choice: Choice, cluster: Cluster, workload: Workload) -> Plan:
-    """A choice as a value to run; its mesh is what the strategy's axes span."""
+    """A choice as a value to run; its mesh has the strategy's axes."""
     return _as_plan(choice.candidate, cluster, workload, choice.to_json())
 
 
@@ -122,18 +122,18 @@ def plan(
     robust: bool = True,
     emit: Callable[[Plan], object] | None = None,
 ) -> Planned:
-    """The layout of `model` on `cluster` to run, and why the others lose: the simplest that is nearly as fast as the
-    fastest that fits (`zeromesh.planner.simplest`).
+    """The recommended layout of `model` on `cluster`, and why the others lose. It is the simplest one that is nearly as
+    fast as the fastest that fits (`zeromesh.planner.simplest`).
 
     Args:
         cluster: cut to the world in use (`Cluster.take`).
-        workload: micro-batch and recomputation are searched where they are open.
-        top: candidates to simulate whole and list.
-        trace: also give the best one's timeline.
-        within: share of the fastest step that a simpler layout may take longer; 0 recommends the fastest.
-        robust: choose by the least regret where constants that measurements leave open decide
+        workload: micro-batch and recomputation are searched if they are open.
+        top: number of candidates to list.
+        trace: also make the best one's timeline.
+        within: share of the fastest step by which a simpler layout may be slower; 0 recommends the fastest.
+        robust: choose by the least regret if constants decide that measurements leave open
             (`zeromesh.planner.robust`).
-        emit: restricts the search to plans for which this call raises no InputError, as another engine runs them.
+        emit: restricts the search to plans for which this call raises no InputError, for another engine.
 
     Raises:
         NothingFitsError: no candidate fits in memory.
@@ -198,7 +198,7 @@ def plan(
     runner_up = next((c.candidate for c in candidates if c.candidate.named != best.candidate.named), None)
     if runner_up is not None:
         why.insert(0, compare(evaluator, best.candidate, runner_up, "runner-up"))
-    # The step if devices had the memory for it.
+    # The same step on devices with enough memory.
     on_device = replace(best.candidate, strategy=replace(best.candidate.strategy, host=Stage.ZERO))
     return Planned(
         model=model,
@@ -218,8 +218,8 @@ def plan(
 
 
 def _try_shares(evaluator: Evaluator, found: Found) -> None:
-    """Estimates the fastest layout of each stage of the host, and the fastest without split levels, for less and less
-    of the tensors, as long as it fits."""
+    """Estimates falling shares of the host, as long as they fit: for each stage of the host, of the fastest layout and
+    of the fastest without split levels."""
     first: dict[object, Candidate] = {}
     for candidate in (each.candidate for each in found.ranked) if found.best.candidate.strategy.hosted else ():
         strategy = candidate.strategy
@@ -237,7 +237,7 @@ def _try_shares(evaluator: Evaluator, found: Found) -> None:
 
 
 def traced(evaluator: Evaluator, candidate: Candidate) -> Trace | None:
-    """The timeline of a step, cut to its first micro-batches and its last where it has many alike."""
+    """The timeline of a step, with at most `TRACED_MICRO_BATCHES` micro-batches."""
     count = min(candidate.micro_batches, TRACED_MICRO_BATCHES)
     tokens = evaluator.workload.global_batch_tokens // candidate.micro_batches * count
     shorter = replace(evaluator, workload=replace(evaluator.workload, global_batch_tokens=tokens))

@@ -1,8 +1,8 @@
-"""How far a recommendation rests on constants that public measurements leave open.
+"""How far a recommendation depends on constants that public measurements leave open.
 
-Some constants of the cost model have a stated range (`cost.constants.provenance`). Each that matters for the cluster is
-set to either end of its range, with the others as shipped, and the fastest layouts of a few kinds are simulated there.
-A layout's regret is how much longer its step takes than the shortest there, at the worst of all ends, as a share of it.
+Some constants of the cost model have a stated range (`cost.constants.provenance`). Each one that matters for the
+cluster is set to both ends of its range, with the others as shipped, and the fastest layouts of a few kinds are
+simulated. A layout's regret is its step time over the shortest there, less one, at the worst of all ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONTENDERS = 4
 """Layouts that are compared."""
 
 _LEAST = 0.01
-"""Regrets up to this decide nothing."""
+"""Regrets up to this are ignored."""
 
 _LINK = "link_share."
 
@@ -32,15 +32,15 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependence:
-    """A constant with which another layout is faster than the one to recommend."""
+    """A constant for which another layout may be faster than the one to recommend."""
 
     constant: str
     meaning: str
     value: float  # as shipped
-    end: float  # of its range, the end at which the layout loses most
-    layout: str  # the one that would be recommended without regard to this
-    faster: str  # the fastest layout there
-    lost: float  # how much longer the layout's step takes there, as a share of the shortest
+    end: float  # the end of its range at which the layout loses most
+    layout: str  # would be recommended without regard to this
+    faster: str  # the fastest layout at that end
+    lost: float  # the layout's step time there over the fastest one's, less 1
 
     def __str__(self) -> str:
         return (
@@ -52,13 +52,13 @@ class Dependence:
 def least_regret(
     evaluator: Evaluator, contenders: Sequence[Estimate], within: float, longest_s: float
 ) -> tuple[Estimate, Dependence | None]:
-    """The contender to recommend, and the constant that costs the first one most: over 1 %, and more than `within`.
+    """The contender to recommend, and the constant that costs the first one most, if that is over 1 % and `within`.
 
     Args:
         evaluator: with the constants as shipped.
-        contenders: the layout to recommend if these are true, and others.
+        contenders: the layout to recommend if these are true, then others.
         within: the first contender stays unless another one's regret is smaller by more than this.
-        longest_s: step time that no recommended one exceeds with the constants as shipped.
+        longest_s: longest step time of a recommended layout with the constants as shipped.
     """
     hosted = any(each.candidate.strategy.hosted for each in contenders)
     ends = [
@@ -90,7 +90,7 @@ def least_regret(
 
 
 def open_constants(cluster: Cluster, *, hosted: bool) -> Iterator[Provenance]:
-    """Constants with a range on which steps on the cluster depend, also those in its hosts' memory if `hosted`."""
+    """Constants with a range on which steps on the cluster depend; with `hosted`, those of its hosts' memory too."""
     matter = {_LINK + cluster.link_kind(index) for index, level in enumerate(cluster.levels) if level.size > 1}
     matter |= _MEANINGS.keys()
     if not hosted or cluster.host_step_bytes_per_s is not None:

@@ -1,9 +1,9 @@
 """Finds the fastest layout that fits.
 
-Every candidate (layout, micro-batch, recomputation, wires) gets a bound of its step time and memory (`bounds`). Those
-that cannot fit are dropped; the rest are simulated in the order of their bounds until no bound is below the best time
-found: then the best is the optimum. With a budget, the gap is what the lowest bound of a candidate that was not
-simulated leaves open.
+Every candidate (layout, micro-batch, recomputation, wires) gets lower bounds on step time and memory (`bounds`).
+Candidates that cannot fit are dropped. The others are simulated in the order of their bounds, until no bound is below
+the best time found: then the best is the optimum. If a budget ends this earlier, the gap is the distance between the
+best time and the lowest bound that is left.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from zeromesh.strategy.collective import AUTO, collectives, find_collective
 Wires = Literal["lossless", "any"]
 Hosts = Literal["auto", "any", "none"]
 Refuses = Callable[[Strategy, Parallel], InputError | None]
-"""Why another engine cannot run a layout; None if it can."""
+"""Returns the reason why another engine cannot run a layout; None if it can."""
 
 ANY_WIRES = ("", "int8/", "/int4", "int8/int4")
 """Wires tried on each level under `any`: those of ZeRO++ (arXiv 2306.10209), each half on its own."""
@@ -48,9 +48,9 @@ _FRONT_PER_BLOCK = 4
 class Options:
     """How to search.
 
-    Wires `any` also tries quantised wires, which change the numbers that are trained; on more than two levels with
-    unsplit levels alone. At most `max_simulations` candidates are simulated for each kind of collective and stage of
-    the host; None: as many as it takes to prove the optimum.
+    Wires `any` also tries quantised wires, which change the trained values; with more than two levels, only on unsplit
+    ones. At most `max_simulations` candidates are simulated for each kind of collective and stage of the host; None:
+    as many as it takes to prove the optimum.
     """
 
     splits: Splits = "once"  # how often a level may be cut
@@ -76,7 +76,7 @@ class Found:
     __repr__ = short_repr
 
     def again(self, evaluator: Evaluator, wires: Wires) -> Found:
-        """With what has been simulated since."""
+        """The result with the candidates that have been simulated since."""
         fitting = _fitting(evaluator)
         ranked = [each for each in fitting if wires == "any" or not each.candidate.strategy.quantised]
         bound_s = min(self.bound_s, ranked[0].step_s)
@@ -97,7 +97,7 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """By how much of its step time the best may miss the optimum."""
+        """The share of its step time by which the best may be slower than the optimum."""
         return max(0.0, 1 - self.bound_s / self.best.step_s)
 
 
@@ -107,8 +107,8 @@ class NothingFitsError(InputError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Candidates as arrays: those of one block, micro-batch and recomputation that may fit. Seconds and bytes are
-    lower bounds."""
+    """Candidates as arrays: those of one block, micro-batch and recomputation that may fit. Seconds and bytes are lower
+    bounds."""
 
     space: Space
     setting: Setting
@@ -130,8 +130,8 @@ def _candidate(space: Space, setting: Setting, cuts: Sequence[int], bound_s: flo
 
 @dataclass(slots=True)
 class _Pool:
-    """Candidates that may fit, the fronts of their blocks, the smallest of all, and of those for which the host's
-    memory alone is too small the one that needs least of it."""
+    """Candidates that may fit, the fronts of their blocks, the smallest of all, and (`crowded`) the candidate that
+    needs least of the host's memory among those for which only that is too small."""
 
     refuses: Refuses | None = None
     refused: InputError | None = None
@@ -145,7 +145,7 @@ class _Pool:
     crowded: Candidate | None = None
 
     def accepted(self, block: Block, space: Space, bounds: Bounds, parallel: Parallel) -> Block:
-        """The layouts that another engine can run: all engines have one stage, or one inside of another."""
+        """The layouts that another engine can run: other engines have one stage, or one inside of another."""
         assert self.refuses is not None
         few = np.flatnonzero(block.num_runs() <= 2)
         strategies = (space.strategy([column[row] for column in block.indices], bounds.wires) for row in few)
@@ -154,8 +154,8 @@ class _Pool:
         return block.choose(few[np.array([error is None for error in refused], dtype=bool)])
 
     def by_bound(self) -> Iterator[list[Candidate]]:
-        """Candidates by rising bound, in groups a thousandth apart: within one, those of few parts first, then the
-        smaller ones."""
+        """Candidates by rising bound, in groups a thousandth apart. Within a group, those with fewer parts come first,
+        then smaller ones."""
         if not self.rows:
             return
         sizes = [len(rows.step_s) for rows in self.rows]
@@ -215,7 +215,7 @@ def search(
     tried = ANY_WIRES if options.wires == "any" else ("",)
     by_level = [tried if level.size > 1 else ("",) for level in cluster.levels]
     for parallel, least_s in screened(evaluator, hosted=len(hosts) > 1):
-        if least_s >= best_s:  # and so are all that follow
+        if least_s >= best_s:  # as for all that follow
             bound_s = min(bound_s, least_s)
             break
         pool.rows.clear()
@@ -264,7 +264,7 @@ def search(
 
 
 def bounded(mechanics: Mechanics) -> bool:
-    """Whether the bounds of communication hold: for collectives axis by axis, which others may outrun."""
+    """Whether the bounds on communication hold: they assume collectives axis by axis, which others may outrun."""
     return mechanics == find_engine("zeromesh")
 
 
@@ -279,7 +279,7 @@ def collective_choices() -> tuple[str, ...]:
 
 
 def _collectives(cluster: Cluster, options: Options) -> tuple[str, ...]:
-    """Level after level, and those that differ from it."""
+    """Level by level, and the collectives to try beside it."""
     if sum(level.size > 1 for level in cluster.levels) <= 1:
         return (AUTO,)
 
@@ -292,7 +292,7 @@ def _collectives(cluster: Cluster, options: Options) -> tuple[str, ...]:
 
 
 def _rank(estimate: Estimate) -> tuple[float, int, bool, float]:
-    """Fastest first; of equally fast ones that with fewer parts, then that with fewer options, then the smaller."""
+    """Fastest first; if equally fast, the one with fewer parts, then with fewer options, then the smaller one."""
     strategy = estimate.candidate.strategy
     options = strategy.collective != AUTO
     return float(f"{estimate.step_s:.9e}"), len(strategy.axes), options, estimate.memory_bytes
@@ -307,13 +307,14 @@ def _fill(
     space: Space,
     best_s: float,
 ) -> None:
-    """Adds what may fit in memory and be faster than `best_s`."""
+    """Adds candidates that may fit in memory and be faster than `best_s`."""
     every = list(settings_of(bounds, of_memory, parallel))
     least = min(every, key=lambda setting: setting.extra_bytes)
     limit_bytes = evaluator.limit_bytes
     for block in space.blocks():
         if bounds.overlapping:
-            # Those that shard over one level do not differ; those that replicate over several sum by level.
+            # Layouts that shard over one level are the same as level by level; with several replicated levels the sums
+            # are by level anyway.
             block = block.choose(np.flatnonzero((block.levels_sharded() > 1) & (block.levels_replicated() <= 1)))
         if pool.refuses:
             block = pool.accepted(block, space, bounds, parallel)
@@ -334,7 +335,7 @@ def _fill(
         fitting = [int(np.searchsorted(state[order], limit_bytes - s.extra_bytes, side="right")) for s in every]
         pool.pruned += len(order) * len(every) - sum(fitting)
         fitting = [count if s.least_s < best_s else 0 for s, count in zip(every, fitting, strict=True)]
-        # Sorted by memory, what fits is a prefix: nothing else gets a bound of its time.
+        # Sorted by memory, the layouts that fit are a prefix: only these get a bound on time.
         chosen = order[: max(fitting)]
         smaller, memory = block.choose(chosen), state[chosen]
         time, optimizer_s = bounds.time(smaller), bounds.optimizer_s(smaller)
@@ -355,7 +356,7 @@ def _fill(
 
 
 def _front_of(rows: Rows) -> Iterator[tuple[float, float, Candidate]]:
-    """Some of the rows, which are sorted by memory, that are faster than all smaller ones."""
+    """Some of the rows that are faster than all smaller ones; rows are sorted by memory."""
     best = np.minimum.accumulate(rows.step_s)
     falls = np.flatnonzero(np.diff(best, prepend=np.inf) < 0)
     some = falls[np.linspace(0, len(falls) - 1, min(_FRONT_PER_BLOCK, len(falls))).astype(int)]
@@ -386,7 +387,7 @@ def _simulate_in_order(pool: _Pool, evaluator: Evaluator, options: Options, best
 
 
 def _thinned(rows: list[tuple[float, float, Candidate]], count: int) -> list[Candidate]:
-    """`count` candidates, spread over memory, of those that none beats in both bounds."""
+    """`count` candidates, spread over memory, among those that no other beats in both bounds."""
     front: list[tuple[float, float, Candidate]] = []
     for row in sorted(rows, key=lambda row: row[:2]):
         if not front or row[1] < front[-1][1]:
@@ -400,7 +401,7 @@ def _nothing_fits(evaluator: Evaluator, smallest: Candidate, crowded: Candidate 
     memory, limit = simulation.memory, evaluator.limit_bytes
     name, device = evaluator.model.name, evaluator.cluster.device.name
     sizes = dict(evaluator.division(smallest.parallel).cluster.axes)
-    # More devices are members of the outermost level: they take shards of the states that it shards, and of no others.
+    # More devices would be members of the outermost level, which divide only the state that it shards.
     *_, outer = (Stage.THREE, *(term.stage for term in smallest.strategy.axes if sizes[term.name] > 1))
     shards = outer.shards_params * memory.params + outer.shards_grads * memory.grads
     shards += outer.shards_states * memory.optimizer

@@ -17,7 +17,7 @@ from zeromesh.strategy import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A micro-batch and a recomputation, with what they take for any layout."""
+    """A micro-batch and a recomputation, with the time and memory that they take under any layout."""
 
     bounds: Bounds
     parallel: Parallel
@@ -43,12 +43,12 @@ class Setting:
 
     @property
     def least_s(self) -> float:
-        """Least seconds of a step, whatever communicates beside it."""
+        """Least seconds of a step, under any layout."""
         return self.micro_batches * self.compute.total + self.compute.idle
 
 
 def settings_of(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterator[Setting]:
-    """All that the workload leaves open, where the model is cut so; the bounds are those of `Evaluator.bounds`."""
+    """The settings of a workload, with a model divided by `parallel`; the bounds are those of `Evaluator.bounds`."""
     workload = bounds.workload
     for recomputation in workload.recomputations():
         for micro_batch, micro_batches in workload.splits(bounds.cluster.world, parallel):
@@ -70,13 +70,13 @@ def settings_of(bounds: Bounds, of_memory: Bounds, parallel: Parallel) -> Iterat
 
 
 def _least_s(fitted: Sequence[Setting]) -> float:
-    """That none of the settings is shorter than, whatever communicates beside it, from few of them: a larger
-    micro-batch takes fewer seconds a token, and leaves a pipeline idle for longer; recomputation only adds."""
+    """Seconds that no setting's step is shorter than, computed from few of them: a larger micro-batch takes less time
+    per token, but leaves a pipeline idle for longer, and recomputation only adds time."""
     least, largest = float("inf"), 0
     for recomputation in sorted({one.recomputation for one in fitted}, key=list(Recomputation).index):
         sizes = [one for one in fitted if one.recomputation is recomputation]
         small, large = (pick(sizes, key=lambda one: one.micro_batch) for pick in (min, max))
-        if large.micro_batch > largest:  # else one that recomputes less is at least as fast
+        if large.micro_batch > largest:  # otherwise a setting that recomputes less is at least as fast
             largest = large.micro_batch
             least = min(least, large.micro_batches * large.compute.total + small.compute.idle)
     return least
@@ -85,9 +85,9 @@ def _least_s(fitted: Sequence[Setting]) -> float:
 def screened(evaluator: Evaluator, *, hosted: bool = False) -> list[tuple[Parallel, float]]:
     """Degrees to search, each with seconds that none of its steps is shorter than, shortest first.
 
-    Where all degrees are given it is those. Else those that divide what they cut, without what cannot fit even if all
-    state is sharded over all ranks, or lies in the host's memory if `hosted`; where none fits, the one that needs
-    least, for the message. Raises InputError if given degrees do not divide, or none of those that are left open does.
+    If all degrees are given, these. Otherwise those that divide the model, and that may fit if all state is sharded
+    over all ranks (or, if `hosted`, lies in the host's memory). If none may fit, the degrees that need least memory,
+    for the message. Raises InputError if no choice divides the model.
     """
     choices = list(evaluator.workload.parallels(evaluator.cluster.world))
     if len(choices) == 1:
@@ -101,7 +101,7 @@ def screened(evaluator: Evaluator, *, hosted: bool = False) -> list[tuple[Parall
             bounds, of_memory = evaluator.bounds(parallel=parallel)
             settings = list(settings_of(bounds, of_memory, parallel))
         except InputError as error:
-            refused = refused or error  # that of the smallest degrees, which names what was given
+            refused = refused or error  # the error of the smallest degrees, which names the given ones
             continue
         state = 0.0 if hosted else of_memory.least_bytes
         sizes = [state + setting.extra_bytes for setting in settings]

@@ -1,7 +1,7 @@
 """The layout to recommend: the simplest of those that are predicted to be nearly as fast as the fastest.
 
 Predictions are some per cent off, so a layout that is predicted to be 1 % slower may be the faster one. Among layouts
-within a share of the fastest that leave some memory free, the recommended one has, in this order:
+that are nearly as fast and leave some memory free, the recommended one has, in this order:
 
 1. the fewest degrees of other parallelism, the fewest split levels and kinds of shards in the host's memory, the fewest
    wires and collectives other than the defaults;
@@ -10,8 +10,8 @@ within a share of the fastest that leave some memory free, the recommended one h
 4. a name that people know;
 5. the shortest step.
 
-`simplest` goes through all candidates in this order, each with a lower bound of its memory and of its step, and
-simulates those that may come before the best so far.
+`simplest` goes through all candidates in this order, by lower bounds on memory and step time, and simulates those that
+may come before the best so far.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from zeromesh.strategy import Layout, Strategy
 from zeromesh.strategy.collective import AUTO
 
 WITHIN = 0.02
-"""Share of the fastest step that a simpler layout may take longer: below the median error of any table of
-measurements that predictions are compared with."""
+"""Share of the fastest step by which a simpler layout may be slower. It is below the median error of predictions in any
+table of measurements."""
 
 FREE = 0.05
 """Share of a device's memory that a recommended layout leaves free, for fragmentation and libraries' own buffers."""
 
 _STEPS = 10
-"""Steps of memory in a device."""
+"""Memory is compared in so many steps of a device's."""
 
 Simplicity = tuple[float, ...]
 """The criteria in their order: the smaller, the simpler."""
@@ -61,10 +61,10 @@ def simplicity(evaluator: Evaluator, estimate: Estimate, known: Collection[Strat
 def simplest(
     evaluator: Evaluator, found: Found, known: Collection[Strategy], within: float, max_simulations: int | None
 ) -> Estimate:
-    """The layout to recommend; the fastest itself where no candidate leaves enough memory free.
+    """The layout to recommend; the fastest itself if no candidate leaves enough memory free.
 
-    People know the strategies `known` by name. A simpler layout may take longer by the share `within` of the fastest
-    step. At most `max_simulations` are made; None: as many as it takes to prove that no simpler layout is near.
+    People know the strategies `known` by name. A simpler layout may be slower by the share `within` of the fastest
+    step. It makes at most `max_simulations`; None: as many as it takes to prove that no simpler layout is near.
     """
     most_bytes = _most_bytes(evaluator)
     roomy = [(simplicity(evaluator, e, known), e) for e in found.ranked if e.memory_bytes <= most_bytes]
@@ -129,9 +129,9 @@ def _simplest_first(
 
 
 def one_of_each_kind(evaluator: Evaluator, estimates: Iterable[Estimate]) -> list[Estimate]:
-    """The first of each kind of layout: degrees, collective, and the stages and wires from the innermost part to
-    the outermost. Layouts that differ only in where stages change, in which parameters are kept, in their micro-batch
-    or in their recomputation are of one kind."""
+    """The first of each kind of layout. A kind is degrees, collective, and the sequence of stages and wires from the
+    innermost part to the outermost. Layouts of one kind may differ in the ranks of each stage, in kept parameters, in
+    micro-batch and in recomputation."""
     kinds: dict[object, Estimate] = {}
     for estimate in estimates:
         strategy, parallel = estimate.candidate.strategy, estimate.candidate.parallel

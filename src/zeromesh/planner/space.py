@@ -1,12 +1,12 @@
 """Every layout that the notation can express on a cluster, as arrays.
 
-A layout gives each level a *cut*: over how many of its members each stage shards. One stage stands at most once on a
-level: the parts of a level share its links, so their order changes no cost, and the same stage twice holds the same
-shards as once. So a level of n members has as many cuts as ways to write n as a product of sizes, one for each stage::
+A layout gives each level a *cut*: over how many of its members each stage shards. A stage appears at most once on a
+level: parts of a level share its links, so their order does not change the cost, and the same stage twice gives the
+same shards as once. So the cuts of a level of n members are the ways to write n as a product of sizes, one per stage::
 
     level of 8, at most one split    8 under one of 7 stages, or 2 x 4 or 4 x 2 under two of them: 7 + 42 = 49 cuts
 
-`Space.blocks` crosses the cuts of all levels and drops what the notation refuses, in blocks that fit in memory.
+`Space.blocks` crosses the cuts of all levels, in blocks that fit in memory, without layouts that the notation refuses.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Integers = npt.NDArray[np.int64]
 Splits = Literal["none", "once", "all"]
 
 STAGES = (Stage.THREE, Stage.THREE_KEPT, Stage.TWO, Stage.DEFERRED, Stage.DEFERRED_KEPT, Stage.ONE, Stage.ZERO)
-"""Most significant first, as parts of one level stand in the notation, innermost first."""
+"""Most significant first: the order, innermost first, in which parts of one level stand in the notation."""
 
 HOSTS = (Stage.ZERO, Stage.ONE, Stage.TWO, Stage.DEFERRED, Stage.THREE)
 """Stages of the host's memory."""
 
 
 def shares_of(strategy: Strategy) -> list[Strategy]:
-    """The host's stage for less and less of the tensors."""
+    """The strategy with its host's stage for a falling share of the tensors."""
     return [replace(strategy, percent=percent) for percent in range(90, 0, -10)]
 
 
@@ -76,8 +76,8 @@ class Cuts:
 
 
 def cuts_of(level: str, size: int, *, splits: Splits) -> Cuts:
-    """The cuts of one level. Splits of `none` give the whole level one stage, `once` cuts it into at most two parts,
-    `all` into any number."""
+    """The cuts of one level: with splits `none` it has one stage, with `once` at most two parts, with `all` any number
+    of parts."""
     most = {"none": 1, "once": 2, "all": len(STAGES)}[splits]
     rows = [
         _row(chosen, sizes)
@@ -108,7 +108,8 @@ def _factorisations(size: int, count: int) -> Iterator[tuple[int, ...]]:
 
 @cache  # a level has thousands of factorisations, and few patterns of equal factors
 def _assignments(alike: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Distinct stages for factors, of which those with one number in `alike` are equal and come in one order only."""
+    """Choices of distinct stages for factors. Factors with one number in `alike` are equal, so only one order
+    counts."""
     pairs = [(i, j) for i, j in combinations(range(len(alike)), 2) if alike[i] == alike[j]]
     return tuple(c for c in permutations(range(len(STAGES)), len(alike)) if all(c[i] <= c[j] for i, j in pairs))
 
@@ -218,7 +219,7 @@ class Space:
                 yield Block(indices=chosen, sizes=sizes)
 
     def _legal(self, indices: Sequence[Integers]) -> npt.NDArray[np.bool_]:
-        """Not 2 beside 3d, and no kept axis more significant than one that is not kept."""
+        """Whether a layout has no 2 beside 3d, and no kept axis that is more significant than one that is not kept."""
         two, deferred, kept, dropped = (
             [flags[index] for flags, index in zip(by_level, indices, strict=True)] for by_level in self._flags
         )
@@ -250,7 +251,7 @@ class Space:
 
 
 def _with_wire(term: str, wire: str) -> str:
-    """Stage 0 sends no parameters, so it takes the gradients' half of a wire alone."""
+    """A term with a wire. Stage 0 sends no parameters, so it takes only the gradients' half."""
     param, _, grad = wire.partition("/")
     if term.endswith("=0"):
         return f"{term}@/{grad}" if grad else term

@@ -1,43 +1,46 @@
 """Lower bounds on step time, vectorised over layouts.
 
 Each axis has a lane for gathers and one for reductions, and a lane is serial: [Note: Lanes] of
-`zeromesh.schedule.lanes`. With M micro-batches and C the seconds of all compute, let U and R be what a micro-batch
-gathers and reduces, F and B what the step's refresh and its boundary take, each in the lane that takes longest. Where
-parameters or gradients are sharded, a block's gather begins when that of the block before has ended, and so does its
-reduction, since they share slots (`PREFETCH`, `reduce_slots`): U and R are at least the sums of the blocks' chains. Let
-B_l be what keeps the links of level l busy, E_g the gathers that the first computation waits for, E_r the reductions of
-the unit whose gradient comes last: nothing can hide these two.
-Communication is then under way for at least
+`zeromesh.schedule.lanes`. All symbols but M, w and s are seconds:
+
+    M      micro-batches of a step                    C          all compute
+    U, R   gathers and reductions of a micro-batch    F, B       refresh and boundary of a step
+    B_l    use of the links of level l                E_g, E_r   first gathers, last reductions
+
+U, R, F and B are those of the lane that takes longest. If parameters or gradients are sharded, blocks share slots
+(`PREFETCH`, `reduce_slots`): a block's gather begins when the gather of the block before has ended, and so with
+reductions. Then U and R are at least the sums of the blocks' chains. The first computation waits for the gathers E_g,
+and the reductions E_r are of the unit whose gradient comes last: nothing can hide these two. So communication is under
+way for at least
 
     A = max(M * U + E_r, F + E_r, M * R + E_g, B + E_g, max over levels of B_l)
 
-seconds; so are the copies to the host, or those from it.
+seconds. Copies to the host and copies from it are such bounds too.
 
 While a collective runs, computation loses a share of each second (`zeromesh.cost.contention`), and all of it while a
-kernel adds what was reduced to the accumulated gradient. Where it waits for memory, for a share w of each unit's
-seconds at least, it loses what the collective moves there too. Over all collectives that is L, less what runs while
-computation waits, and less those kernels of E_r. It waits for E_g, when nothing is reduced yet, and for E_r, when
-nothing is gathered any more, so that one lane of each axis is at work at the most; with s what those take,
+kernel adds reduced gradients to the accumulated ones. For a share w of its seconds, at least, each unit waits for
+memory; then it also loses the bandwidth that the collective takes. L is the loss over all collectives, without those
+that run while computation waits, and without the adding kernels of E_r. While computation waits for E_g nothing is
+reduced yet, and while it waits for E_r nothing is gathered any more, so at most one lane of each axis is at work. With
+s the share that these lanes take,
 
     step >= max(A, C + L + E * (1 - s)),    E = E_g + E_r
 
-Nor does the first forward end before every unit is refreshed and gathered, or stepped on in the host's memory in h
-seconds, a reduction start before the first backward has, or the boundary before the last one. With f and b the seconds
-of one micro-batch's forward and backward, G_f of a forward's gathers, G_b of a backward's, and g of those that may be
-there before a later forward begins (`PREFETCH` + 1 blocks, and units with a slot of their own),
+There is an order, too. The first forward ends after every unit is refreshed and gathered, or stepped on in the host's
+memory (h). No reduction starts before the first backward does, and no boundary before the last one does. f and b are
+the seconds of a micro-batch's forward and backward, G_f and G_b of the gathers in each. g is of gathers that may be
+done before a later forward begins (`PREFETCH` + 1 blocks, and units with a slot of their own):
 
     step >= max(f, F, G_f, h) + max(M * R, (M - 1) * (f' + b') + max(b', R, B)) + optimizer
     f' = max(f, G_f - g),    b' = max(b, G_b)
 
-A backward's gathers and its own reductions slow it down, but for L' of those that end after it (`reduce_slots` blocks,
-and units with a slot of their own): with L_b of all of them, the second maximum is also at least
+A backward's gathers and reductions slow it down by L_b. Of that, L' is by reductions that may end after it
+(`reduce_slots` blocks, and units with a slot of their own). So the second maximum is also at least
 
     (M - 1) * f' + M * (b + L_b) - (M - 1) * L' + E_r * (1 - s)
 
-In a pipeline a rank's idle seconds come between.
-
-An engine with a queue for several kinds has them one after the other there, so that U, F, R, B and E are sums over a
-layout's parts.
+In a pipeline, a rank's idle seconds are added. If an engine has one queue for several kinds of transfers, these follow
+each other: U, F, R, B and E are then sums over a layout's parts.
 """
 
 from __future__ import annotations
@@ -57,59 +60,56 @@ Floats = npt.NDArray[np.float64]
 
 
 class Row(IntEnum):
-    """Rows of a table, in seconds: of a lane per micro-batch and per step; of all gathers of a forward; of reductions
-    that may end after their backward; of the root together with the unit that runs first, if it is one; of the chains
-    of one of the two; of the chains of blocks, per micro-batch, of a forward and of those that may come before it; of
-    the level's links and of the device's memory, per micro-batch and per step. The last row is a share instead: the
-    most of a collective in which the kernel runs that adds to the accumulated gradient, if a micro-batch's last
-    reduction is over that axis."""
+    """Rows of a table, in seconds but for the last."""
 
-    GATHER_MICRO = 0
+    GATHER_MICRO = 0  # of a lane, per micro-batch and per step
     GATHER_STEP = auto()
     REDUCE_MICRO = auto()
     REDUCE_STEP = auto()
-    FORWARD = auto()
-    REDUCE_LATE = auto()
-    UNSHARD_EDGE = auto()
+    FORWARD = auto()  # all gathers of a forward
+    REDUCE_LATE = auto()  # reductions that may end after their backward
+    UNSHARD_EDGE = auto()  # of the root, and of the unit that runs first if that is a single one
     REFRESH_EDGE = auto()
     REDUCE_EDGE = auto()
     BOUNDARY_EDGE = auto()
-    UNSHARD_FIRST = auto()
+    UNSHARD_FIRST = auto()  # of the chains of one of these two
     REFRESH_ROOT = auto()
     REDUCE_FIRST = auto()
     BOUNDARY_ROOT = auto()
-    GATHER_BLOCKS = auto()
+    GATHER_BLOCKS = auto()  # of the chains of blocks: per micro-batch, of a forward, of those that may come before it
     REDUCE_BLOCKS = auto()
     FORWARD_BLOCKS = auto()
     AHEAD = auto()
-    BUSY_MICRO = auto()
+    BUSY_MICRO = auto()  # of the level's links, per micro-batch and per step
     BUSY_STEP = auto()
-    MEMORY_MICRO = auto()
+    MEMORY_MICRO = auto()  # of the device's memory, per micro-batch and per step
     MEMORY_STEP = auto()
+    # The largest share of a collective during which a kernel adds to the accumulated gradient, if a micro-batch's last
+    # reduction is over that axis.
     ADDING = auto()
 
 
 LOST_ROWS = Row.UNSHARD_EDGE
-"""How many rows have collectives that slow computation down."""
+"""The number of first rows whose collectives slow computation down."""
 
 APART_ROWS = Row.UNSHARD_FIRST
-"""How many rows are of lanes, of which the longest part counts where each has lanes of its own."""
+"""The number of first rows that are of lanes: the longest part of a layout counts, if each part has its own lanes."""
 
 LANE_ROWS = Row.BUSY_MICRO
-"""With the rows of chains, whose parts follow each other."""
+"""The number of first rows that are of lanes or of chains, whose parts follow each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeBound:
-    """Seconds of the layouts of a block, which are along each array's last axis."""
+    """Seconds of the layouts of a block, along each array's last axis."""
 
-    lanes: Floats  # rows as named above
-    busy: Floats  # by level, of its links, per micro-batch and per step
-    lost: Floats  # of computation, beside each of the first rows, without those lost to memory
-    moved: Floats  # of memory, per micro-batch and per step
-    moving: float  # of memory, the most that collectives on all levels have
-    edge: Floats  # s, without seconds lost to memory
-    copied: Floats  # if anything lies on the host, of copies down and of those up, per micro-batch and per step
+    lanes: Floats  # the first `LANE_ROWS` rows
+    busy: Floats  # use of each level's links, per micro-batch and per step
+    lost: Floats  # loss of computation beside each of the first `LOST_ROWS` rows, without loss of bandwidth
+    moved: Floats  # use of the device's memory, per micro-batch and per step
+    moving: float  # the largest share of its bandwidth that collectives on all levels take
+    edge: Floats  # s, without loss of bandwidth
+    copied: Floats  # copies down and copies up, per micro-batch and per step; empty without the host
     stepped: Floats  # h
 
     def first(self, count: int) -> TimeBound:
@@ -127,8 +127,8 @@ class TimeBound:
     def at(self, micro_batches: int, compute: ComputeSeconds, optimizer_s: Floats) -> Floats:
         """The bound for a number of micro-batches and the seconds of one's compute."""
         lanes = self.lanes
-        # The root comes first where parameters are gathered, and last where gradients are reduced. In a lane one of the
-        # two waits for the other, and one kind of transfers waits for the chain of the other kind.
+        # The root is the first to be gathered and the last to be reduced. In a lane one of the two edge units waits for
+        # the other, and one kind of transfers waits for the chain of the other kind.
         edge_gather = np.maximum(
             lanes[Row.REFRESH_ROOT] + lanes[Row.UNSHARD_EDGE], lanes[Row.REFRESH_EDGE] + lanes[Row.UNSHARD_FIRST]
         )
@@ -149,7 +149,7 @@ class TimeBound:
         for micro, step in (*self.busy, *self.copied):
             active = np.maximum(active, micro_batches * micro + step)
         compute_s = micro_batches * compute.total + compute.idle + optimizer_s
-        # While the device waits or is idle anyway, nothing slows it down, and the edges may hide.
+        # While the device waits or is idle anyway nothing slows it down, and the edges may be hidden.
         waits, later, lost = micro_batches * compute.waiting + compute.idle, micro_batches - 1, self.lost
         micro, step = lost[:2] + lost[2:4] + compute.moving * self.moved
         edge = self.edge + compute.moving * self.moving
@@ -168,8 +168,8 @@ class TimeBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeSeconds:
-    """Seconds of one micro-batch. `waiting`: of both passes, for collectives inside of units; `idle`: of a step, in a
-    pipeline; `moving`: w."""
+    """Seconds of one micro-batch. `waiting`: in both passes, for collectives inside of units. `idle`: of a step, in a
+    pipeline. `moving` is w."""
 
     forward: float
     backward: float
@@ -184,8 +184,8 @@ class ComputeSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """State shared by the bounds of one workload on parts of one cluster, for one set of constants: `seconds` of all
-    kinds of ranks, by degrees, micro-batch and recomputation; `tables` by the rest of the cluster and by transfers."""
+    """Results shared by the bounds of one workload on one cluster, for one set of constants. `seconds` has those of all
+    kinds of ranks, by degrees, micro-batch and recomputation; `tables` are by the divided cluster and by transfers."""
 
     seconds: dict[tuple[object, ...], list[MicroBatchSeconds]] = field(default_factory=dict)
     tables: dict[tuple[object, ...], dict[int, list[float]]] = field(default_factory=dict)

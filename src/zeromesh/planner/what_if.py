@@ -1,4 +1,4 @@
-"""Clusters that are not there: `--what-if "cluster.bandwidth=2x"`."""
+"""Changed clusters, for `--what-if "cluster.bandwidth=2x"`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeromesh.units import parse_bytes, parse_bytes_per_s, parse_flop_per_s, par
 _TIMES = re.compile(r"\s*(\d+\.?\d*|\.\d+)x\s*")
 
 _MATRIX = ("product", "attention")
-"""Kinds of kernel whose rate is one of matrix products."""
+"""Kinds of kernels whose rate is that of matrix products."""
 
 
 def what_if(cluster: Cluster, change: str) -> Cluster:
@@ -24,7 +24,7 @@ def what_if(cluster: Cluster, change: str) -> Cluster:
     device), separated by commas, each `=` a factor (`2x`) or a value with its unit (`400 Gbit/s`).
 
     Raises:
-        InputError: the change names something else, or its value is not one.
+        InputError: the change names something else, or its value cannot be read.
 
     >>> from zeromesh.cluster.catalogue import find_cluster
     >>> what_if(find_cluster("h100-8x-ndr"), "cluster.latency=0.5x,memory=2x").device.memory_bytes
@@ -47,7 +47,7 @@ def what_if(cluster: Cluster, change: str) -> Cluster:
 
 
 def _factor(value: str, now: float, parse: Callable[[object], float]) -> float:
-    """By how much the quantity `now` changes."""
+    """The factor by which a quantity changes from `now`."""
     if match := _TIMES.fullmatch(value):
         factor = float(match[1])
     else:
@@ -88,7 +88,7 @@ def _latency(level: Level, value: str) -> Level:
 
 
 def _with_curve(level: Level, curve: Curve, *, rate: float = 1.0, latency: float = 1.0) -> Curve:
-    """The curve with the part of its seconds that is latency, and the rest, changed ([Note: Curve])."""
+    """The curve with its latency, and the rest of its seconds, changed by factors ([Note: Curve])."""
     step_s = level.busy_latency_s if curve.beside_computation and level.busy_latency_s else level.latency_s
     steps_s, launch_s = curve.passes * (curve.ranks - 1) * step_s, default_constants().launch_s
     points = {

@@ -15,7 +15,7 @@ from zeromesh.strategy.plan import settle_dtypes
 from zeromesh.strategy.stage import DTYPE_FIELDS
 
 MAX_MICRO_BATCH = 64
-"""Sequences per device and micro-batch beyond which none is tried: products are long since at their best rate."""
+"""Most sequences per device and micro-batch that are tried: matrix products reach their best rate long before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class Workload:
         """Sequences of one step on each device.
 
         Raises:
-            InputError: the batch does not divide; says what uneven shares would cost and what divides.
+            InputError: the batch does not divide; names the cost of uneven shares, and batches that divide.
         """
         if self.sequences % world == 0:
             return self.sequences // world
@@ -110,7 +110,7 @@ class Workload:
 
     @property
     def parallel(self) -> Parallel:
-        """The degrees, where all are given.
+        """The degrees of parallelism.
 
         Raises:
             InputError: one is left to the planner.
@@ -121,7 +121,7 @@ class Workload:
         return self._parallel({name: getattr(self, name) for name in DEGREES})
 
     def parallels(self, most: int) -> Iterator[Parallel]:
-        """Every choice of the degrees that are open, powers of 2 up to `most`; most do not divide what they cut."""
+        """Every choice of the open degrees, in powers of 2 up to `most`. Most of them do not divide the model."""
         powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
         given = [[getattr(self, name)] if getattr(self, name) is not None else powers for name in DEGREES]
         for degrees in product(*given):
@@ -129,7 +129,7 @@ class Workload:
 
     def splits(self, world: int, parallel: Parallel = WHOLE) -> Iterator[tuple[int, int]]:
         """(sequences per micro-batch, micro-batches per step) on `world` data-parallel ranks, smallest micro-batch
-        first; without degrees every rank has sequences of its own, and there is no pipeline.
+        first. By default every rank has sequences of its own, and there is no pipeline.
 
         Raises:
             InputError: the batch does not divide among the devices, or not into the given micro-batch, or does not fill

@@ -69,7 +69,7 @@ class Bar:
 
     @classmethod
     def of(cls, label: str, held: Mapping[str, float], most: float) -> Self:
-        """The bar of what is held, by kind, in a chart as wide as `most` bytes."""
+        """The bar of held memory, by kind, in a chart as wide as `most` bytes."""
         left, segments = 0.0, []
         for kind, size in held.items():
             width = 100 * size / most

@@ -22,7 +22,7 @@ from zeromesh.report.page import Bar, CurveChart, Fact, MemoryChart, Page
 from zeromesh.trace import MemoryLine, TrafficLine
 
 EVERY_S = 60.0
-"""Between two writings of the page: what ends without notice leaves a page that is this old at most."""
+"""Seconds between two writings of the page: a run that is killed leaves a page that is at most this old."""
 
 PLAIN_LINES = 20
 """About how many steps of a run are printed."""

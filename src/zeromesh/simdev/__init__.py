@@ -9,7 +9,7 @@ Three modes, one a process:
     virtual   memory is reserved and not touched, kernels compute shapes; one process is a rank of any world
     clocked   as virtual, and streams run on a wall clock; ranks exchange as many bytes through gloo
 
-In all, a `Checker` holds every access of every kernel against what streams, events and the host have waited for.
+In all modes, a `Checker` compares every access of every kernel with the waits of streams, events and the host.
 
 Names in `__all__` are stable, for code that builds on them. docs/simdev.md says how to use it, and where its view ends.
 """

@@ -1,7 +1,7 @@
 """Compiles the device, once for each torch and each version of its sources, and loads it.
 
-What was built lies in torch's cache of extensions (`TORCH_EXTENSIONS_DIR`), under a name that holds torch's version and
-the sources: another torch builds another.
+The result lies in torch's cache of extensions (`TORCH_EXTENSIONS_DIR`), under a name made from torch's version and the
+sources, so another torch builds another one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Holds every access against what streams, events and the host have waited for."""
+"""Compares every access with the waits of streams, events and the host."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class HostRead:
 
 
 class HostWait(HostRead):
-    """The host waited for the device without reading from it: it synchronised, or sent what was not pinned."""
+    """The host waited for the device without reading from it: it synchronised, or sent memory that was not pinned."""
 
     __slots__ = ()
 
@@ -79,8 +79,8 @@ class Checker:
     """Checks all kernels of the process while the context is open. One at a time.
 
     Attributes:
-        races, early_frees, host_reads, host_waits: what was found, in order; each distinct one once but for reads and
-            waits, of which all count.
+        races, early_frees, host_reads, host_waits: the findings, in order. Each distinct race and early free is there
+            once, all reads and waits.
         checked: accesses that were looked at.
 
     Example:

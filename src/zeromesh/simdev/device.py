@@ -152,7 +152,7 @@ def memory_limit(limit_bytes: int) -> Iterator[None]:
 
 
 def reset_peak_memory() -> None:
-    """Peaks begin anew, with what is held now."""
+    """Peaks begin anew, with the memory that is held now."""
     native().reset_peaks()
 
 

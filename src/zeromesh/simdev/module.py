@@ -1,4 +1,5 @@
-"""`torch.simdev`, as torch.cuda is for CUDA: what torch's device-generic code asks a device's module for."""
+"""`torch.simdev`, as torch.cuda is for CUDA: the functions that torch's device-generic code expects of a device's
+module."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Event, Stream, Tensor
 from zeromesh.simdev.build import native
 
 MEMORY_BYTES = 1 << 50
-"""More than anybody asks for: what does not fit a real device is for who reads the peaks to say."""
+"""More than anybody asks for: readers of the peaks judge whether they would fit a real device."""
 
 DeviceLike = torch.device | int | str | None
 

@@ -1,4 +1,4 @@
-"""Tells of what the host issues, in its order: kernels, collectives, and what comes after what."""
+"""Reports the host's calls in order: kernels, collectives, and the waits between them."""
 
 from __future__ import annotations
 
