@@ -42,7 +42,7 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run. All ranks, of all stages of a pipeline, make it and call its methods together.
+    """The checkpoints of one run. All ranks, of all pipeline stages, make this object and call its methods together.
 
     A checkpoint loads under any strategy, on any number of ranks, and into any pipeline stages or none. It is complete
     or invisible: a kill at any moment leaves the previous one. torch.distributed.checkpoint can read its directory.
@@ -51,16 +51,16 @@ class Checkpoints:
         directory: a path that all ranks see, or a URL that fsspec knows.
         model: a sharded model, or all of this rank's stages of a pipeline (`zm.pipeline`), with the whole model's
             names.
-        optimizers: one or several, made from the parameters of the model, or of all of this rank's stages. One that
-            holds other models' parameters too is also given to their checkpoints.
+        optimizers: one or several, made from the parameters of the model, or of all of this rank's stages. Give an
+            optimizer that also holds other models' parameters to the checkpoints of those models as well.
         keep: number of newest checkpoints to keep, at least 1.
         keep_every: also keep checkpoints whose step is a multiple of this; 0 keeps no others.
-        frozen: also save frozen parameters. False saves checksums, by which a load checks the model's
-            frozen parameters.
+        frozen: also save frozen parameters. False saves checksums, and a load compares the model's frozen parameters
+            with them.
         lock_wait_s: seconds to wait for another job that saves to the same directory.
 
     Raises:
-        CheckpointError: `keep` or `keep_every` is too low, or two optimizers hold a parameter.
+        CheckpointError: `keep` or `keep_every` is too low, or two optimizers hold the same parameter.
         ModelError: the model is not sharded.
         InputError: the stages are not all of this rank's, are spread over different numbers of ranks, or have
             parameters of the same name.
@@ -99,15 +99,15 @@ class Checkpoints:
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory that copies take on this rank."""
+        """Host memory for copies on this rank."""
         return self._saver.staging_bytes if self._saver else 0
 
     def open(self) -> None:
-        """Locks the directory for saving. Once the optimizers have states, after the first step, it also begins to pin
-        host memory for the copies of a device, in the background. The first `save` does both where this was not called.
+        """Locks the directory for saving. If the optimizers have states (after the first step), it also begins to pin
+        host memory for copies from a device, in the background. Without this call the first `save` does both.
 
         Raises:
-            CheckpointError: it cannot be written, or another job saves to it.
+            CheckpointError: the directory cannot be written, or another job saves to it.
         """
         if self._saver is None:
             self._saver = Saver(self._storage, self._peers, **self._options, lock_wait_s=self._lock_wait_s)
@@ -132,12 +132,12 @@ class Checkpoints:
         Saves parameters, buffers, modules' extra states, optimizer states and options, and the ranks' random states.
 
         Args:
-            step: optimizer steps done; names the checkpoint.
+            step: optimizer steps done; this names the checkpoint.
             state: anything made of numbers, text, 0-d tensors, lists, tuples and dicts, such as the `state_dict()` of a
-                scheduler or a GradScaler. Rank 0's is taken.
+                scheduler or a GradScaler. Rank 0's is saved.
 
         Raises:
-            CheckpointError: `step` is none, the save before failed, or something cannot be saved.
+            CheckpointError: `step` is not a step, the save before failed, or something cannot be saved.
         """
         step = _require_step(step)
         if self._saver is None:
@@ -170,12 +170,13 @@ class Checkpoints:
 
     @progress("writing the checkpoint")
     def wait(self) -> str | None:
-        """Waits until the last save is complete; its full name, None where nothing was being written.
+        """Waits until the last save is complete. Returns the checkpoint's full name, or None if nothing was being
+        written.
 
         Raises:
-            CheckpointError: it could not be written, on all ranks.
-            CommunicationError: a rank did not take part within the timeout of the process group: names it. The
-                unfinished checkpoint stays invisible.
+            CheckpointError: the checkpoint could not be written; raised on all ranks.
+            CommunicationError: a rank did not take part within the timeout of the process group; the message names it.
+                The unfinished checkpoint stays invisible.
         """
         return self._saver.wait() if self._saver else None
 
@@ -191,25 +192,25 @@ class Checkpoints:
         """Fills model and optimizers from a checkpoint.
 
         Args:
-            which: "auto" is the newest complete one in the directory; else the path of a checkpoint, of zeromesh's or
-                of torch.distributed.checkpoint's, or of a directory of zeromesh's.
-            optimizers: also fill them; else they are left as they are, and the model alone is loaded.
-            optimizer_options: also take learning rates and the like from it, as torch's `load_state_dict` does.
-            random_states: also set the random number generators, where the number of ranks is the same.
+            which: "auto" for the newest complete checkpoint in the directory. Or a path: of a checkpoint by zeromesh or
+                by torch.distributed.checkpoint, or of a directory of checkpoints by zeromesh.
+            optimizers: also load optimizer states. If False, optimizers are left as they are.
+            optimizer_options: also load learning rates and other options, as torch's `load_state_dict` does.
+            random_states: also set the random number generators, if the number of ranks is the same.
 
         Returns:
-            None where "auto" found none.
+            The restored checkpoint; None if "auto" found none.
 
         Raises:
-            CheckpointError: on all ranks, the checkpoint is damaged (with "auto": all of them are), or of another
-                model, or another optimizer. Of another model or class of optimizer, nothing is changed. Otherwise a
-                part of this one may have been filled: load another before going on.
+            CheckpointError: on all ranks, if the checkpoint is damaged (with "auto": all checkpoints), or is of another
+                model or optimizer. Nothing is changed if the model or the optimizer's class is another. Otherwise part
+                of this model may have been filled: load another checkpoint before going on.
             CommunicationError: a rank did not take part.
         """
         self.wait()
 
         def restore(reader: Reader) -> None:
-            groups, _ = states.read_groups(reader), states.read_state(reader)  # for its errors, before anything changes
+            groups, _ = states.read_groups(reader), states.read_state(reader)  # raises before anything changes
             own = held.names()
             if optimizers:
                 states.require_kinds(self._optimizers, groups, reader.where, own)
@@ -232,12 +233,12 @@ class Checkpoints:
                 loaded = load_path(which, self._peers, restore)
             if loaded is not None:
                 tensors.require_same(held, tensors.left_out(loaded.manifest.state, loaded.where), loaded.where)
-        except CheckpointError:  # on all ranks; parameters may be the checkpoint's though others, or states, do not fit
+        except CheckpointError:  # on all ranks; parameters may be loaded although others, or states, do not fit
             self._changed()
             raise
         if loaded is None:
             return None
-        self._changed()  # not before all ranks have loaded the same
+        self._changed()  # only after all ranks have loaded the same
         has_optimizer = any(name.startswith(tensors.STATE) for name in loaded.manifest.tensors)
         user = states.read_state(loaded)
         return Restored(where=loaded.where, step=loaded.manifest.step, state=user, has_optimizer=has_optimizer)
@@ -260,7 +261,7 @@ class Checkpoints:
 
 
 def _require_step(step: int) -> int:
-    """As an int of Python's, whose text is the checkpoint's name and is in its manifest."""
+    """Converts `step` to Python's int, whose text is the checkpoint's name and is in its manifest."""
     try:
         number = operator.index(step)
     except TypeError:

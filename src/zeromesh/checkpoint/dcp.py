@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint: the index that it needs to read our checkpoints, and its checkpoints read by us.
+"""Writes the index with which torch.distributed.checkpoint reads our checkpoints, and reads its checkpoints.
 
-Its index is a pickle. A pickle is a program that names the functions it calls; here every name outside of a short list
-is refused, and the names on it stand for records that do nothing, so that no code of the checkpoint's choice can run.
-Nor does a number in it decide how much memory is taken: that is bounded by the bytes that are there.
+Its index is a pickle: a program that names the functions it calls. Only names on a short list are accepted, and these
+stand for inert records, so no code of the checkpoint's choice can run. Memory is bounded by the size of the file:
+numbers in the pickle cannot make it take more.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def write_metadata(
     empty: Mapping[str, TensorEntry],
     objects: Mapping[str, Any],
 ) -> None:
-    """Writes the index that torch's reader needs; zeromesh itself never reads it. `written` is all ranks', `empty` are
-    tensors without elements, `objects` are no tensors, under the names that `dcp.load` looks for."""
+    """Writes the index that torch's reader needs; zeromesh itself never reads it. `written` is that of all ranks,
+    `empty` are tensors without elements, and `objects` are values other than tensors, under the names that `dcp.load`
+    looks for."""
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for row in written:
@@ -80,7 +81,7 @@ def _tensor(dtype: str, shape: tuple[int, ...]) -> TensorStorageMetadata:
 
 
 def _path(name: str) -> tuple[str | int, ...]:
-    """Where a flat name stood in the nested state dict: parameters' names have dots of their own."""
+    """Where a flat name stood in the nested state dict. Parameters' names contain dots themselves."""
     kind, _, rest = name.partition(".")
     if kind == "optim" and rest.startswith("state."):
         param, _, key = rest.removeprefix("state.").rpartition(".")
@@ -92,7 +93,7 @@ def _path(name: str) -> tuple[str | int, ...]:
 
 
 class _Record:
-    """Stands for an object of the pickle, of any class."""
+    """Stands for any object of the pickle."""
 
     state: Any = None
 
@@ -117,19 +118,19 @@ _RECORDS = {
 
 
 _MAX_BYTES = 1 << 30
-"""The longest index that is read: some ten million chunks."""
+"""Longer indexes are not read. This is enough for about ten million chunks."""
 
 _MAX_DESCRIPTION_BYTES = 1 << 16
-"""The longest description of a tensor in a zip of torch's; a usual one has a few hundred bytes."""
+"""Longer descriptions of a tensor in one of torch's zips are not read. A usual one has a few hundred bytes."""
 
 
 class _Bounded(pickle._Unpickler):
-    """The unpickler that is written in Python: a list index or a length in the pickle costs no memory there.
+    """Python's own unpickler: unlike the one in C, it takes no memory for an index or a length in the pickle.
 
-    The one in C makes a table as large as any index that it reads. One changed byte can name four thousand million.
+    The one in C makes a table as large as the highest index that it reads. One changed byte can make that four billion.
     """
 
-    # A bytearray is made as long as the pickle says, before its content is looked for; no index has one.
+    # A bytearray takes the memory that the pickle names before its content is read; no index has a bytearray.
     dispatch: ClassVar[dict[int, Any]] = {
         code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
     }
@@ -149,9 +150,9 @@ class _Inert(_Bounded):
 
 
 def read_foreign(storage: Storage, directory: str) -> Manifest:
-    """A manifest of a checkpoint by torch.distributed.checkpoint: its tensors only, without checksums. Raises
+    """Reads a checkpoint of torch.distributed.checkpoint into a manifest: tensors only, without checksums. Raises
     DamagedError if the index cannot be read; CheckpointError if it names a class that no checkpoint needs, or a tensor
-    lies in a way that is not supported."""
+    is stored in an unsupported way."""
     where = storage.where(directory, METADATA)
     try:
         index = _Inert(io.BytesIO(read_index(storage, directory, METADATA, _MAX_BYTES))).load()
@@ -171,7 +172,7 @@ def read_foreign(storage: Storage, directory: str) -> Manifest:
 def _tensors(storage: Storage, directory: str, index: _Record) -> Iterator[tuple[str, TensorEntry]]:
     places = {(i.state["fqn"], i.state.get("offset")): place for i, place in index.state["storage_data"].items()}
     for name, found in index.state["state_dict_metadata"].items():
-        if not found.state or "chunks" not in found.state:  # no tensor
+        if not found.state or "chunks" not in found.state:  # not a tensor
             continue
         shape = tuple(found.state["size"])
         dtype = found.state["properties"].state[0]
@@ -201,7 +202,7 @@ def _runs(
 
 
 class _Window(io.RawIOBase):
-    """Part of a file, as the zip reader wants it."""
+    """Part of a file, as a stream for the zip reader."""
 
     def __init__(self, stream: io.BufferedReader, begin: int, length: int) -> None:
         self._stream, self._begin, self._length, self._at = stream, begin, length, 0
@@ -223,7 +224,7 @@ class _Window(io.RawIOBase):
 
 
 class _Layout(_Bounded):
-    """Reads the description of the one tensor in a zip of torch's: (offset, sizes, strides)."""
+    """Reads the description of the one tensor in a zip of torch, as (offset, sizes, strides)."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
@@ -239,7 +240,7 @@ class _Layout(_Bounded):
 
 
 def _data_offset(storage: Storage, directory: str, file: str, begin: int, length: int, sizes: Sizes) -> tuple[int, int]:
-    """Where in the file a tensor's bytes begin, and how many they are."""
+    """Returns the offset of a tensor's bytes in the file, and their number."""
     with storage.open(directory, file) as stream:
         archive = zipfile.ZipFile(io.BufferedReader(_Window(stream, begin, length)))
         entries = archive.infolist()

@@ -1,8 +1,8 @@
-"""The checkpoints of a run: their names, which are complete, which are kept.
+"""The checkpoints of a run: their names, which of them are complete, and which are kept.
 
-A checkpoint of step 20 is ``step-00000020``; one that is made when that name is taken (a run that went back, and on
-again) is ``step-00000020.1``. Names that begin with a dot are being written or deleted. "Newest" goes by serial, the
-order in which they were made, so that a run started anew in an old directory resumes from its own.
+A checkpoint of step 20 is ``step-00000020``. If that name is taken, because a run went back and repeats the step, it is
+``step-00000020.1``. Directories whose names begin with a dot are being written or deleted. "Newest" goes by serial, the
+order in which checkpoints were made, so a new run in an old directory resumes from its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SAVING = ".saving-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A complete checkpoint: `serial` is its place in the order in which the directory's checkpoints were made."""
+    """A complete checkpoint. `serial` numbers the directory's checkpoints in the order in which they were made."""
 
     name: str
     step: int
@@ -33,8 +33,8 @@ class Found:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
     complete: tuple[Found, ...]  # newest first
-    refused: tuple[str, ...]  # why other directories that are named like checkpoints are not, one line each
-    unfinished: tuple[str, ...]  # those that a save has begun to fill, where there are no renames: without a manifest
+    refused: tuple[str, ...]  # why other directories that are named like checkpoints are none, one line each
+    unfinished: tuple[str, ...]  # on storage without renames: those without a manifest, that a save has begun to fill
 
     @property
     def next_serial(self) -> int:
@@ -42,7 +42,8 @@ class Listing:
 
 
 def list_checkpoints(storage: Storage) -> Listing:
-    """Looks at the first line of every manifest. Raises OSError if the directory cannot be read."""
+    """Lists the directory's checkpoints by the first line of each manifest. Raises OSError if the directory cannot be
+    read."""
     complete, refused, unfinished = [], [], []
     for name in storage.names():
         if not _NAME.fullmatch(name):
@@ -65,12 +66,13 @@ def list_checkpoints(storage: Storage) -> Listing:
 
 
 def _is_torchs(storage: Storage, name: str) -> bool:
-    """Whether it has an index of torch.distributed.checkpoint, and nothing that our own checkpoints have beside it."""
+    """Whether it has an index of torch.distributed.checkpoint, but not the file that our own checkpoints have beside
+    it."""
     return has_file(storage, name, METADATA) and not has_file(storage, name, OBJECTS)
 
 
 def require_named(name: str, step: int, where: str) -> None:
-    """Raises DamagedError if `name` is that of a checkpoint of another step; names of other kinds may hold any."""
+    """Raises DamagedError if `name` is that of a checkpoint of another step. Names of other kinds fit any step."""
     named = _NAME.fullmatch(name)
     if named and int(named[1]) != step:
         raise DamagedError(
@@ -80,7 +82,7 @@ def require_named(name: str, step: int, where: str) -> None:
 
 
 def free_name(step: int, taken: Sequence[str]) -> str:
-    """A name for a checkpoint of `step`.
+    """Returns an unused name for a checkpoint of `step`.
 
     >>> free_name(20, []), free_name(20, ["step-00000020"])
     ('step-00000020', 'step-00000020.1')
@@ -91,8 +93,8 @@ def free_name(step: int, taken: Sequence[str]) -> str:
 
 
 def superfluous(complete: Sequence[Found], *, keep: int, keep_every: int) -> list[Found]:
-    """The checkpoints that retention deletes: all of `complete`, newest first, but the `keep` newest and the newest of
-    each step that `keep_every` divides. 0 divides none.
+    """The checkpoints to delete: all of `complete`, newest first, except the `keep` newest and the newest of each step
+    that is a multiple of `keep_every` (0: no such steps).
 
     >>> steps = [Found(name="", step=step, serial=step) for step in (50, 40, 30, 20, 10)]
     >>> [found.step for found in superfluous(steps, keep=2, keep_every=20)]
@@ -109,7 +111,7 @@ def superfluous(complete: Sequence[Found], *, keep: int, keep_every: int) -> lis
 
 
 def clear_leftovers(storage: Storage) -> None:
-    """Deletes directories that a killed job left half written or half deleted; the caller holds the lock."""
+    """Deletes directories that a killed job left half written or half deleted. The caller holds the lock."""
     for name in storage.names():
         if name.startswith((SAVING, ".removed-")):
             storage.remove(name)

@@ -1,4 +1,4 @@
-"""Whole tensors out of and into a sharded model."""
+"""Gathers whole tensors from a sharded model, and loads them into one."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ def full_state_dict(model: nn.Module | Any, *, names: Container[str] | None = No
     Every rank calls it. At most one flat buffer is whole on a device at a time.
 
     Args:
-        model: a sharded model; or dicts, lists and tuples of slices (such as a moving average). Of those, rank 0 gets
-            the same structure with whole tensors, and other ranks get None for each slice.
+        model: a sharded model; or dicts, lists and tuples of slices (such as a moving average). For the latter, rank 0
+            gets the same structure with whole tensors, and other ranks get None for each slice.
         names: the parameters to gather, the same on every rank. Default: all.
 
     Returns:
-        Tensors by original name, in the model's order, tied parameters under each of their names. Other ranks get an
+        Tensors by original name, in the model's order, with a tied parameter under each of its names. Other ranks get
+            an
         empty dict.
 
     Raises:
-        InputError: on all ranks, where some have other slices in the dicts, lists and tuples, or none.
+        InputError: on all ranks, if some have different slices in the dicts, lists and tuples, or none.
         ModelError: the model has parameters that were added after `zm.shard`.
     """
     if not isinstance(model, nn.Module):
@@ -95,7 +96,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a state dict that are whole on every rank, by name: buffers, and frozen parameters of other dtypes."""
+    """Yields the tensors of a state dict that are whole on every rank, by name: buffers, and frozen parameters in other
+    dtypes."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         whole = {key: p.data for key, p in module._parameters.items() if p is not None and not is_sharded(p)}
         kept = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
@@ -105,15 +107,16 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _in_order(model: nn.Module) -> Iterator[str]:
-    """The names of a state dict, which `state_dict()` would give with slices, to hooks that may want whole tensors."""
+    """The names of a state dict, in order. `state_dict()` itself would pass slices to hooks that may want whole
+    tensors."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key in (*module._parameters, *module._buffers, "_extra_state"):
             yield clean_name(f"{prefix}.{key}" if prefix else key)
 
 
 def require_own(engine: Engine) -> None:
-    """Raises ModelError for parameters that were added to the model after it was sharded, since whoever saves it would
-    leave them out, and as `require_names`."""
+    """Raises ModelError for parameters that were added to the model after it was sharded, since saving would leave them
+    out; also as `require_names`."""
     require_names(engine)
     for name, _ in engine.added():
         raise ModelError(
@@ -123,7 +126,8 @@ def require_own(engine: Engine) -> None:
 
 
 def require_names(engine: Engine) -> None:
-    """Raises ModelError where a name does not mean the tensor that it meant in `zm.shard`, by which it is saved."""
+    """Raises ModelError if a name means another tensor than in `zm.shard`: tensors are saved under the names of
+    then."""
     engine.require_one_of_a_name()
     model, own = engine.model(), dict[str, str]()
     for place in (place for buffer in buffers_of(engine) for place in buffer.places):
@@ -146,7 +150,8 @@ def _control_of(engine: Engine, buffer: FlatShards) -> Control:
 
 
 def _gather(engine: Engine, buffer: FlatShards) -> Tensor:
-    """The whole flat buffer on the first rank: zeros with each shard in place, from one of its replicas, summed."""
+    """Returns the whole flat buffer on the first rank. One replica of each shard puts it into zeros, and all are
+    summed."""
     shard, axes = buffer.optimizer_shard
     values = torch.zeros(buffer.padded, dtype=shard.dtype, device=buffer.device)
     sharded = {axis.name for axis in axes}
@@ -156,7 +161,7 @@ def _gather(engine: Engine, buffer: FlatShards) -> Tensor:
 
 
 def _require_match(engine: Engine, model: nn.Module, state: Mapping[str, Any]) -> None:
-    """The first rank compares, all raise."""
+    """The first rank compares; all ranks raise."""
     message = ""
     if engine.control.first:
         shapes = {n: p.global_shape for b in buffers_of(engine) for p in b.places for n in p.info.names}

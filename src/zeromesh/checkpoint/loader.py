@@ -1,4 +1,4 @@
-"""Finds a checkpoint that loads, and loads it: all ranks take the same one, or raise the same error."""
+"""Finds a checkpoint that loads, and loads it. All ranks take the same checkpoint, or raise the same error."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from zeromesh.checkpoint.storage import Storage, has_file, open_storage, reason
 from zeromesh.errors import CheckpointError, MismatchError, ZeromeshError
 
 Restore = Callable[[Reader], object]
-"""Takes a rank's part out of a checkpoint; raises CheckpointError (DamagedError where another may serve)."""
+"""Takes a rank's part out of a checkpoint. Raises CheckpointError; DamagedError if another checkpoint may do."""
 
 
 def load_newest(storage: Storage, peers: Peers, restore: Restore) -> Reader | None:
-    """Loads the newest complete checkpoint whose content is intact, and returns its reader; None where none has ever
-    been made. Warns of those that it passes over. Raises CheckpointError if there are checkpoints, but none can be
+    """Loads the newest complete checkpoint whose content is intact, and returns its reader; None if there never was
+    one. Warns of checkpoints that it passes over. Raises CheckpointError if there are checkpoints but none can be
     loaded, or if one is of another model; CommunicationError if a rank did not take part."""
     names, refused = _candidates(storage, peers)
     for problem in refused:
@@ -41,8 +41,8 @@ def load_newest(storage: Storage, peers: Peers, restore: Restore) -> Reader | No
 
 
 def load_path(location: str | os.PathLike[str], peers: Peers, restore: Restore) -> Reader:
-    """Loads the checkpoint at `location`: one of zeromesh's or of torch's, or a directory of zeromesh's. Raises
-    CheckpointError if there is none, it is damaged, or of another model."""
+    """Loads the checkpoint at `location`: a checkpoint by zeromesh or torch, or the newest in a directory of
+    zeromesh's. Raises CheckpointError if there is none, or it is damaged or of another model."""
     parent, name = os.path.split(os.fspath(location).rstrip("/"))
     storage = open_storage(parent or ".")
     single = has_file(storage, name, MANIFEST) or has_file(storage, name, METADATA)
@@ -62,7 +62,7 @@ def _candidates(storage: Storage, peers: Peers) -> tuple[list[str], list[str]]:
     if peers.rank == 0:
         try:
             listing = list_checkpoints(storage)
-        except Exception as error:  # the others wait
+        except Exception as error:  # any error: other ranks wait for it
             problem = f"cannot read {storage.where()}: {reason(error)}"
     listing, problem = peers.broadcast((listing, problem), "the list of checkpoints")
     if problem:
@@ -71,7 +71,7 @@ def _candidates(storage: Storage, peers: Peers) -> tuple[list[str], list[str]]:
 
 
 _WORST = (MismatchError, DamagedError, CheckpointError)
-"""Errors by precedence: of all ranks' errors the first of these is raised, since others may follow from it."""
+"""Errors by precedence: the first of these that any rank has is raised, since the others may follow from it."""
 
 
 def _open(storage: Storage, name: str) -> Reader:
@@ -95,7 +95,7 @@ def load_one(where: str, opened: Callable[[], Reader], peers: Peers, restore: Re
         problem, kind = str(error), DamagedError if isinstance(error, DamagedError) else CheckpointError
     except OSError as error:
         problem = f"{where} cannot be read: {reason(error)}"
-    except Exception as error:  # the others wait; it is no fault of the checkpoint's: out of memory, say
+    except Exception as error:  # any error: other ranks wait. It is not the checkpoint's fault: out of memory, say
         problem = f"rank {peers.rank} has not loaded {where}: {reason(error)}"
         kind, other = MismatchError, error
     step = None if loaded is None else loaded.manifest.step

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its tensors and where they lie, as JSON with a checksum. Nothing in it is executed.
+"""The manifest of a checkpoint: its tensors and where they lie, as JSON with a checksum. None of it is executed.
 
 A checkpoint is the directory::
 
@@ -8,7 +8,8 @@ A checkpoint is the directory::
         __1_0.distcp
         .metadata           the same as the manifest for torch.distributed.checkpoint; not read here
 
-It is complete if and only if line 1 has its own checksum, and line 2 the bytes and the checksum of line 1.
+A checkpoint is complete if and only if line 1 matches its own checksum, and line 2 the byte count and checksum in line
+1.
 """
 
 from __future__ import annotations
@@ -29,49 +30,50 @@ from zeromesh.pieces.region import Region
 FORMAT = "zeromesh-checkpoint"
 VERSION = 4
 _UNSEALED = 2
-"""Versions that are read too: the first line of this one has no checksum of its own, and 3 has no regions."""
+"""The oldest version that is read: its first line has no checksum of its own. Version 3 has no regions."""
 
 _FILE = re.compile(r"\w+\.distcp")
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 4 << 20
-"""A checksum covers this much, so that a reader of a part verifies little more than it needs."""
+"""Each checksum covers this much, so that a reader of part of a tensor verifies little more than it needs."""
 
 MAX_BYTES = 1 << 27
-"""Three million chunks: 500 units on 1,024 ranks with AdamW's two states have half as many. A longer file is no
-manifest, and is not read to find that out; this much takes 3 GB to parse at the worst."""
+"""A longer file is no manifest, and is not read. This is enough for three million chunks: 500 units on 1,024 ranks with
+AdamW's two states have half as many. It takes at most 3 GB to parse."""
 
 HEAD_BYTES = 4096
-"""The first line is shorter."""
+"""The first line is shorter than this."""
 
 MAX_DIMS = 64  # torch's own limit
 _MAX_NUMBER = 1 << 63
 _MAX_REGIONS = 1024
-"""Most different boxes of one tensor. All pairs of so many are compared in a second."""
+"""Limit for the different boxes of one tensor. All pairs of so many are compared within a second."""
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint is missing, too short, or damaged: an older checkpoint may serve."""
+    """A file of a checkpoint is missing, too short, or damaged. An older checkpoint may be intact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Elements `start` to `stop` of a flattened tensor, or of a flattened region of one, as they lie in a file.
+    """Elements `start` to `stop` of a flattened tensor, or of a flattened region of a tensor, and where they lie in a
+    file.
 
-    `crcs` are CRC-32 of the bytes up to the end of each block of `BLOCK_BYTES`; None in a checkpoint of another tool.
+    `crcs` are CRC-32 of the bytes up to the end of each block of `BLOCK_BYTES`; None in a checkpoint by another tool.
     """
 
     start: int
     stop: int
     file: str  # its name within the checkpoint
-    offset: int  # of the first byte in the file
+    offset: int  # of the first byte, in the file
     crcs: tuple[int, ...] | None
     within: Region | None = None  # [Note: Regions] of `zeromesh.pieces.region`; None for all of the tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A tensor of a checkpoint. `dtype` is torch's name without "torch."; `chunks` cover the tensor exactly, those of
-    each region in order."""
+    """A tensor of a checkpoint. `dtype` is torch's name without "torch."; `chunks` cover the tensor exactly, in order
+    within each region."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -84,18 +86,18 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All of a checkpoint but its data."""
+    """All of a checkpoint except its data."""
 
     step: int  # optimizer steps done
-    serial: int  # numbers the checkpoints of a directory in the order in which they were made
+    serial: int  # numbers a directory's checkpoints in the order in which they were made
     tensors: Mapping[str, TensorEntry]
-    files: Mapping[str, int] = field(default_factory=dict)  # bytes of each data file; unknown if another tool's
-    state: Mapping[str, Any] = field(default_factory=dict)  # values that are no tensors, as JSON
-    about: Mapping[str, Any] = field(default_factory=dict)  # strategy, mesh, versions: for people, and for messages
-    index: str = MANIFEST  # the file that this is the content of
+    files: Mapping[str, int] = field(default_factory=dict)  # bytes of each data file; empty: not known
+    state: Mapping[str, Any] = field(default_factory=dict)  # values other than tensors, as JSON
+    about: Mapping[str, Any] = field(default_factory=dict)  # strategy, mesh, versions: for people and for messages
+    index: str = MANIFEST  # the file that holds this content
 
     def to_bytes(self) -> bytes:
-        """The file's content. Raises CheckpointError if it is longer than a load would read."""
+        """Returns the file's content. Raises CheckpointError if it is longer than a load accepts."""
         number = {file: index for index, file in enumerate(self.files)}
         tensors = {
             name: [
@@ -121,8 +123,8 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
-        """The inverse of `to_bytes`; `where` is the file's name, for messages. Raises DamagedError if the bytes are not
-        those that were written; CheckpointError for a version that this zeromesh does not read."""
+        """The inverse of `to_bytes`; `where` is the file's name, for messages. Raises DamagedError if the bytes have
+        changed; CheckpointError for a version that this zeromesh does not read."""
         head = read_head(data, where)
         body = data[data.index(b"\n") + 1 :].removesuffix(b"\n")
         if len(body) != head["bytes"] or hashlib.sha256(body).hexdigest() != head["sha256"]:
@@ -149,7 +151,7 @@ class Manifest:
 
 
 def head_line(head: Mapping[str, Any]) -> bytes:
-    """The first line, with the checksum of all else in it."""
+    """Returns the first line, with a checksum of the rest of the line."""
     return json.dumps({**head, "crc32": _crc(head)}).encode() + b"\n"
 
 
@@ -158,8 +160,8 @@ def _crc(head: Mapping[str, Any]) -> int:
 
 
 def read_head(data: bytes, where: str) -> dict[str, Any]:
-    """The first line of a manifest. Raises DamagedError if it is not one; CheckpointError for a version that this
-    zeromesh cannot read."""
+    """Parses the first line of a manifest. Raises DamagedError if it is not one; CheckpointError for a version that
+    this zeromesh cannot read."""
     try:
         head = json.loads(data[:HEAD_BYTES].partition(b"\n")[0])
         if head["format"] != FORMAT:
@@ -223,12 +225,12 @@ def _region(
 
 
 def is_count(number: Any) -> bool:
-    """Whether it can be a size or a place."""
+    """Whether `number` can be a size or a position."""
     return type(number) is int and 0 <= number < _MAX_NUMBER
 
 
 def check_cover(name: str, entry: TensorEntry, where: str) -> None:
-    """Raises DamagedError unless the chunks are all of the tensor, each element once."""
+    """Raises DamagedError unless the chunks cover the tensor, with each element once."""
     ends: dict[Region, int] = {} if entry.chunks else {Region.whole(entry.shape): 0}
     for chunk in entry.chunks:
         region = chunk.within or Region.whole(entry.shape)

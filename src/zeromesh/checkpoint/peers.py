@@ -1,4 +1,4 @@
-"""The few words that ranks exchange about a checkpoint."""
+"""Small messages that ranks exchange about a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Peers:
-    """All ranks that save or load together, for one user: nothing orders the exchanges of two between ranks.
+    """All ranks that save or load together. Each user has its own, since ranks may interleave two users' exchanges
+    differently.
 
-    Every exchange has a name, for messages. Where one fails or takes longer than the group's timeout, it raises
-    CommunicationError, which names the ranks that did not come.
+    Every exchange has a name, for messages. If one fails or takes longer than the group's timeout, it raises
+    CommunicationError, which names the missing ranks.
 
-    The group is their own, of a backend that works on the host (gloo), since a background thread talks on it. A single
-    rank has neither a group nor `progress`, which says who is missing.
+    `group` is their own and has a backend that works on the host (gloo), since a background thread uses it. `progress`
+    records who has arrived. A single rank has neither.
     """
 
     group: dist.ProcessGroup | None = None
@@ -33,7 +34,7 @@ class Peers:
 
     @property
     def rank(self) -> int:
-        """In the group, whose order may be another than the mesh's."""
+        """This rank's number in the group, whose order may differ from the mesh's."""
         return 0 if self.group is None else self.group.rank()
 
     @property
@@ -41,7 +42,7 @@ class Peers:
         return 1 if self.group is None else self.group.size()
 
     def all_gather(self, value: T, what: str) -> list[T]:
-        """Every rank's value, by rank."""
+        """Returns every rank's value, by rank."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -49,7 +50,7 @@ class Peers:
         return values
 
     def gather(self, value: T, what: str) -> list[T] | None:
-        """Every rank's value on rank 0, None on the others."""
+        """Returns every rank's value on rank 0, None on the others."""
         if self.group is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -57,7 +58,7 @@ class Peers:
         return values
 
     def broadcast(self, value: T, what: str) -> T:
-        """Rank 0's value."""
+        """Returns rank 0's value on all ranks."""
         if self.group is None:
             return value
         values = [value]
@@ -66,7 +67,7 @@ class Peers:
 
     def _exchange(self, what: str, collective: Callable[[], object]) -> None:
         progress = self.progress
-        assert progress is not None  # there is a group
+        assert progress is not None  # not None if there is a group
         if progress.failure:
             raise CommunicationError(f"rank {self.rank} cannot come to {what}: {progress.failure}")
         try:
@@ -86,10 +87,10 @@ class Peers:
 
 
 def make_peers(control: Control) -> Peers:
-    """All ranks that the model is spread over in a group of their own, for one user; they make it together.
+    """Makes a group of all ranks that the model is spread over, for one user. All ranks call it.
 
-    A background thread may talk on it, beside the training's and other users'. Its timeout is that of the process
-    group. When the user is gone, the group is kept for the next.
+    A background thread may use the group while training and other users communicate. Its timeout is that of the process
+    group. When the user is gone, the group is kept for the next user.
     """
     everyone = control.everyone()
     if everyone is None:
@@ -108,6 +109,6 @@ def make_peers(control: Control) -> Peers:
         channel.used(progress.count, failed=bool(progress.failure))
         give_back()
 
-    # A save on its way holds its peers too, so they are not gone before it has ended.
+    # A running save holds its peers as well, so they live until it has ended.
     weakref.finalize(peers, end).atexit = False
     return peers

@@ -1,4 +1,4 @@
-"""Ranges of tensors out of a checkpoint, every byte verified before it is used."""
+"""Reads ranges of tensors from a checkpoint, and verifies every byte before it is used."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from zeromesh.progress import note
 
 
 class Reader:
-    """Reads tensors of one checkpoint, a directory of the storage; a context that closes its files."""
+    """Reads tensors of one checkpoint, a directory of the storage. Leaving it as a context closes its files."""
 
     def __init__(self, storage: Storage, directory: str, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -57,8 +57,8 @@ class Reader:
         self._sources.clear()
 
     def entry(self, name: str) -> TensorEntry:
-        """A tensor whose elements are all there, each once. Raises DamagedError if they are not; CheckpointError if it
-        has a dtype that is not supported."""
+        """Returns a tensor's entry, after checking that each element is there once. Raises DamagedError if not;
+        CheckpointError if the dtype is not supported."""
         entry = self.manifest.tensors[name]
         if name not in self._checked:
             where = self._storage.where(self._directory, self.manifest.index)
@@ -70,7 +70,7 @@ class Reader:
 
     def fill(self, pieces: Iterable[Piece]) -> None:
         """Fills each piece's memory with its range of the tensor of its name, converted to its dtype and device. Raises
-        DamagedError if a file is missing, too short, or its content is damaged."""
+        DamagedError if a file is missing, too short, or damaged."""
         for piece in pieces:
             note(piece.name)
             entry, boxes = self.entry(piece.name), piece.boxes
@@ -81,13 +81,13 @@ class Reader:
                         copy_shared(replace(piece, start=start, local=values, within=region), piece)
 
     def whole(self, name: str, dtype: torch.dtype) -> Tensor:
-        """All of a tensor, in host memory; raises as `entry` and `fill` do."""
+        """Returns a whole tensor in host memory. Raises as `entry` and `fill` do."""
         found = torch.empty(self.entry(name).shape, dtype=dtype, device="cpu")
         self.fill([whole(name, found)])
         return found
 
     def _chunks(self, piece: Piece) -> Iterator[Chunk]:
-        """Those that may hold elements of the piece."""
+        """Yields the chunks that may hold elements of the piece."""
         if piece.name not in self._regions:
             regions = self._regions[piece.name] = {}
             for chunk in self.entry(piece.name).chunks:
@@ -134,14 +134,14 @@ class Reader:
 
 
 def _blocks(entry: TensorEntry, chunk: Chunk) -> Iterator[tuple[Region, int, int]]:
-    """The ranges of the blocks of a chunk: elements of a flattened region, from, to."""
+    """Yields the range of each block of a chunk: (flattened region, first element, end)."""
     step, region = BLOCK_BYTES // DTYPES[entry.dtype].itemsize, chunk.within or Region.whole(entry.shape)
     for start in range(chunk.start, chunk.stop, step):
         yield region, start, min(start + step, chunk.stop)
 
 
 def _meets(piece: Piece, boxes: Sequence[Box], region: Region, start: int, stop: int) -> bool:
-    """Whether a piece, which is these boxes, has any of the elements of a range."""
+    """Whether a piece, which consists of `boxes`, has any elements of a range."""
     if piece.region == region:
         return start < piece.stop and stop > piece.start
     return any(shared(own, other) for other in region.boxes(start, stop) for own in boxes)
@@ -150,9 +150,9 @@ def _meets(piece: Piece, boxes: Sequence[Box], region: Region, start: int, stop:
 def require_match(
     where: str, entries: Mapping[str, TensorEntry], wanted: Mapping[str, TensorEntry], prefix: str
 ) -> None:
-    """Raises CheckpointError, naming the differences, unless the tensors under `prefix` are those that are wanted.
+    """Raises CheckpointError, which names the differences, unless the tensors under `prefix` are the `wanted` ones.
 
-    Values of another precision are converted; numbers are not made integers, nor the reverse.
+    Values of another precision are converted. Floating-point numbers and integers are not converted into each other.
     """
     shapes = {name: entry.shape for name, entry in wanted.items()}
     found = {name: entry.shape for name, entry in entries.items() if name.startswith(prefix)}
@@ -178,12 +178,13 @@ def require_match(
 
 
 def same_kind(one: torch.dtype, other: torch.dtype | None) -> bool:
-    """Whether both are of numbers, of integers or of truth values, and may be converted; None is not known."""
+    """Whether both are floating-point, integer or bool dtypes, so that one converts to the other. None, for an unknown
+    dtype, passes."""
     return other is None or (one.is_floating_point, one is torch.bool) == (other.is_floating_point, other is torch.bool)
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest:
-    """The manifest of a checkpoint. Raises DamagedError if it is not there, or damaged."""
+    """Reads the manifest of a checkpoint. Raises DamagedError if it is missing or damaged."""
     where = storage.where(directory, MANIFEST)
     try:
         data = read_index(storage, directory, MANIFEST, MAX_BYTES)

@@ -1,4 +1,4 @@
-"""Values from slices of one layout into slices of another."""
+"""Copies values from slices of one layout into slices of another."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from zeromesh.engine.param import Slice, tell_of_write
 from zeromesh.errors import InputError, InternalError
 
 Run = tuple[int, int, int]
-"""(where it starts in the flattened whole tensor, length, where it starts in the slice)."""
+"""(start in the flattened whole tensor, length, start in the slice)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A run of one tensor's elements from a slice into another: where it starts in each, and its length."""
+    """Copies a run of one tensor's elements from one slice to another: its start in each, and its length."""
 
     tensor: int
     source: int
@@ -33,12 +33,12 @@ def copy_values(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
     This is a collective: all ranks of the model call it with the same tensors in the same order. Targets and sources
     may be parameters, gradients, clones and other results of elementwise functions. Values are converted to the
-    target's dtype. Each element is sent once to each rank that needs it, in one exchange. Between slices of the same
-    elements nothing is sent.
+    target's dtype. Each element is sent once to each rank that needs it, in one exchange. Nothing is sent between
+    slices of the same elements.
 
     Args:
         targets: slices, written in place.
-        sources: as many slices, of tensors with the same shapes.
+        sources: as many slices, whose whole tensors have the same shapes.
 
     Raises:
         InputError: on every rank, if a tensor is not a slice, shapes differ, or the models are on different ranks.
@@ -86,7 +86,7 @@ def _exchange(pairs: Sequence[tuple[Slice, Slice]]) -> None:
     names = ", ".join(f"{target.elements} from {source.elements.layout}" for target, source in pairs)
     with control.meeting("zm.copy_values", names):
         group = control.everyone()
-        assert group is not None  # more than one rank
+        assert group is not None  # there is more than one rank
         rank, held = group.rank(), gather_over(group, own)
         plans = [_plan(held, target) for target in range(len(held))]
         sent = [_give(pairs, plan[rank]) for plan in plans]
@@ -105,14 +105,15 @@ def _control_of(elements: Sequence[Elements]) -> Control:
 
 
 def _runs(elements: Elements) -> list[Run]:
-    """The runs of the flattened whole tensor that a slice holds."""
+    """Returns the runs of the flattened whole tensor that a slice holds."""
     held = elements.piece(elements.name, torch.empty(elements.numel, device="meta"))
     return [(row.start, row.local.numel(), int(row.local.storage_offset())) for row in held.rows() if row.local.numel()]
 
 
 def _plan(held: Sequence[Sequence[tuple[list[Run], list[Run]]]], target: int) -> list[list[Move]]:
-    """The runs that rank `target` receives, by sender: itself if it holds them, else the next rank that does, so that
-    copies share the work. `held` has by rank, for each tensor, the runs of the target and of the source there."""
+    """The runs that rank `target` receives, by sender. The sender is the rank itself if it holds a run, else the next
+    rank that does, so that replicas share the work. `held` has by rank, for each tensor, the target's runs and the
+    source's runs there."""
     found: list[list[Move]] = [[] for _ in held]
     for tensor, (missing, _) in enumerate(held[target]):
         for step in range(len(held)):
@@ -125,7 +126,8 @@ def _plan(held: Sequence[Sequence[tuple[list[Run], list[Run]]]], target: int) ->
 
 
 def _meet(tensor: int, wanted: list[Run], there: list[Run], found: list[Move]) -> list[Run]:
-    """Adds the runs that both have to `found`, and returns the rest of `wanted`. Both are sorted by start."""
+    """Appends the runs that are in both lists to `found`, and returns the rest of `wanted`. Both lists are sorted by
+    start."""
     left = list[Run]()
     for start, length, at in wanted:
         done = start
@@ -142,17 +144,17 @@ def _meet(tensor: int, wanted: list[Run], there: list[Run], found: list[Move]) -
 
 
 def _give(pairs: Sequence[tuple[Slice, Slice]], moves: Sequence[Move]) -> Tensor:
-    """The bytes that one rank is sent."""
+    """Returns the bytes to send to one rank."""
     parts = [pairs[move.tensor][1].local[move.source :][: move.length].view(torch.uint8) for move in moves]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=pairs[0][0].device)
 
 
 def _take(pairs: Sequence[tuple[Slice, Slice]], moves: Sequence[Move], data: Tensor) -> None:
-    """Puts the bytes from one rank in place."""
+    """Copies the bytes from one rank into place."""
     at = 0
     for move in moves:
         target, source = pairs[move.tensor]
         size = move.length * source.element_size()
-        values = data[at : at + size].clone().view(source.dtype)  # a copy begins where its dtype may
+        values = data[at : at + size].clone().view(source.dtype)  # clone() aligns the bytes for their dtype
         target.local[move.target :][: move.length].copy_(values)
         at += size

@@ -1,4 +1,4 @@
-"""The checkpoints of a run that is started again: it goes on from its own newest one, and may go back to it."""
+"""The checkpoints of a run that may be restarted: it resumes from its own newest one, and can go back to it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class RunCheckpoints:
     """The checkpoints of one run, for a training loop. All methods are collective.
 
     Args:
-        checkpoints: in the run's own directory.
-        identity: the settings that decide which sample comes at which step, by name.
-        required: names of settings that must be the same, each with a remedy; others warn.
+        checkpoints: the checkpoints in the run's own directory.
+        identity: the settings, by name, that decide which sample comes at which step.
+        required: names of settings that must not change, each with a remedy; a change in others warns.
         layout: strategy and mesh.
         first: whether this rank prints.
     """
@@ -34,15 +34,15 @@ class RunCheckpoints:
     ) -> None:
         self._checkpoints, self._identity, self._required = checkpoints, dict(identity), required
         self._layout, self._first = dict(layout), first
-        self._newest: str | None = None  # a roll back loads it
+        self._newest: str | None = None  # the checkpoint for a roll back
 
     def resume(self, beginning: str = AUTO, *, saves: bool = True) -> Restored | None:
-        """Loads the run's newest checkpoint, or the one at the path `beginning` if the run has none yet; None for a new
-        run. Locks the directory if the run `saves`.
+        """Loads the run's newest checkpoint, or the one at the path `beginning` if the run has none yet. Returns None
+        for a new run. Locks the directory if the run `saves`.
 
-        Learning rates and the like stay the optimizer's own, which a user may have edited since. Nothing is made on
-        disk before a checkpoint is accepted. Raises CheckpointError if it cannot be loaded, or is of a run that differs
-        in a required setting.
+        Learning rates and other options stay those of the optimizer, since a user may have edited them. Nothing is
+        written before a checkpoint is accepted. Raises CheckpointError if it cannot be loaded, or its run differs in a
+        required setting.
         """
         found = self._load(AUTO)
         if beginning != AUTO and found is None:
@@ -56,23 +56,23 @@ class RunCheckpoints:
         return found
 
     def prepare(self) -> None:
-        """Begins to pin memory for saves, once the optimizer has states."""
+        """Begins to pin memory for saves. Call it when the optimizer has states."""
         self._checkpoints.open()
 
     def save(self, step: int, faults: Mapping[str, Any]) -> None:
-        """Saves in the background; `resume` gives `faults` back in `state["faults"]`. If the save before failed, one
-        warning says so: training is worth more than one checkpoint."""
+        """Saves in the background; `resume` returns `faults` in `state["faults"]`. If the save before failed, it only
+        warns: training is worth more than one checkpoint."""
         self._settle(f"training goes on, and saves again after step {step}")
         self._checkpoints.save(step, {"data": self._identity, "run": self._layout, "faults": dict(faults)})
 
     def roll_back(self) -> Restored | None:
-        """Loads the newest checkpoint again, with random states, so that the steps that follow are those of a run that
-        was resumed from there; None if there is none yet."""
+        """Loads the newest checkpoint again, with random states, so that the next steps are those of a run resumed from
+        it. Returns None if there is no checkpoint yet."""
         self._settle("the one before is used")
         return None if self._newest is None else self._load(self._newest)
 
     def close(self) -> None:
-        """Waits for a save under way. Raises CheckpointError if the last save failed."""
+        """Waits for a running save. Raises CheckpointError if the last save failed."""
         self._checkpoints.close()
 
     def _load(self, which: str) -> Restored | None:

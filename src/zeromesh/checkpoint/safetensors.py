@@ -1,8 +1,8 @@
-"""Hugging Face's safetensors files, written and read by all ranks at once, each its own slices.
+"""Hugging Face's safetensors files. All ranks write and read them at once, each its own slices.
 
-A file is eight bytes (the header's length), the header (JSON: dtype, shape and byte range of each tensor) and the
-tensors' bytes, one after another. Every rank knows all names and shapes, so all compute the same header, and each
-writes its contiguous ranges where they belong: no rank ever holds more than its own shard.
+A file has eight bytes (the header's length), the header (JSON: dtype, shape and byte range of each tensor) and the
+tensors' bytes, one after another. Every rank knows all names and shapes, so all ranks compute the same header and each
+writes its ranges at their place. No rank ever holds more than its own shard.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A tensor of an export: whole, in the dtype that it has in the file."""
+    """A whole tensor of an export, with its dtype in the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,8 +74,8 @@ def write_safetensors(
 ) -> None:
     """Writes `model.safetensors`, or several files and their index, under temporary names, then renames them.
 
-    All ranks give all `specs`, and each the `pieces` that it writes, which together cover every tensor; all ranks
-    iterate over them together. No tensor is cut, however large. Raises CheckpointError on all ranks, if one of them
+    All ranks give all `specs`. Each gives the `pieces` that it writes; together they cover every tensor, and all ranks
+    iterate over them together. A tensor is never split over files. Raises CheckpointError on all ranks if one of them
     failed.
     """
     files = _plan(specs, max_file_bytes)
@@ -108,7 +108,7 @@ def _plan(specs: Sequence[Spec], max_file_bytes: int) -> list[_File]:
 
 
 def _layout(name: str, specs: Sequence[Spec]) -> _File:
-    # Wide dtypes first, as safetensors does: every tensor is aligned then.
+    # Wide dtypes come first, as in safetensors itself, so that every tensor is aligned.
     ordered = sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -137,7 +137,7 @@ def _create(directory: Path, files: Sequence[_File]) -> None:
 def _fill(directory: Path, files: Sequence[_File], pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype]) -> None:
     file_of, problem, opened = {name: file for file in files for name in file.offsets}, None, dict[str, FileIO]()
     with ExitStack() as stack:
-        for piece in pieces:  # to the end also after a failure: all ranks may have to make the next one together
+        for piece in pieces:  # even after a failure: all ranks may have to compute pieces together
             if problem is not None or not piece.local.numel():
                 continue
             file, dtype = file_of[piece.name], dtypes[piece.name]
@@ -160,7 +160,8 @@ def _fill(directory: Path, files: Sequence[_File], pieces: Iterable[Piece], dtyp
 
 
 def _publish(directory: Path, files: Sequence[_File]) -> None:
-    """Files, then the index; an earlier export's goes before: it would name the new files as well as the old."""
+    """Renames the files, then the index. An older export's index goes first, since it would mix new files with old
+    ones."""
     (directory / INDEX).unlink(missing_ok=True)
     for file in files:
         os.replace(_temporary(directory, file), directory / file.name)
@@ -176,7 +177,7 @@ def _publish(directory: Path, files: Sequence[_File]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A source of a tensor in a file, whose range begins at byte `offset`."""
+    """A tensor in a file, whose bytes begin at `offset`."""
 
     path: Path
     shape: tuple[int, ...]
@@ -202,7 +203,7 @@ class Stored:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from error
 
     def same_as(self, other: Stored) -> bool:
-        """Whether another tensor has the same values; a chunk of each is in memory at a time."""
+        """Whether another tensor has the same values. Compares chunk by chunk, to save memory."""
         if (self.shape, self.dtype) != (other.shape, other.dtype):
             return False
         count = prod(self.shape)
@@ -222,8 +223,8 @@ class Stored:
 
 
 def read_headers(location: Path) -> dict[str, Stored]:
-    """All tensors of a safetensors file, or of a directory of a Hugging Face model. Raises CheckpointError if they are
-    not there or damaged, or a tensor has a dtype that is not supported."""
+    """Reads the headers of a safetensors file, or of all in a Hugging Face model's directory. Raises CheckpointError if
+    files are missing or damaged, or a tensor has an unsupported dtype."""
     if location.is_file():
         return _read_header(location)
     index, single = location / INDEX, location / SINGLE

@@ -10,9 +10,9 @@
     rank 0       rename to step-00000020
     rank 0       delete checkpoints beyond retention
 
-A rank that fails, with any error, tells the others; then rank 0 deletes the directory, and all of them raise
-the same error. A rank that dies or stops is named by the others when the group's timeout is over: the unfinished
-checkpoint stays invisible.
+If a rank fails, with any error, it tells the others; rank 0 then deletes the directory, and all ranks raise the same
+error. If a rank dies or hangs, the others name it when the group's timeout is over, and the unfinished checkpoint stays
+invisible.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from zeromesh.errors import CheckpointError, CommunicationError
 from zeromesh.pieces.piece import Piece
 
 CHUNK_BYTES = 1 << 30
-"""In which memory is pinned: some .3 s each, for which the device's driver does nothing else."""
+"""Memory is pinned in chunks of this size. Each takes about .3 s, in which the device's driver does nothing else."""
 
 LOCK_WAIT_S = 10.0
-"""A job that is restarted may find its predecessor still ending."""
+"""A restarted job may have to wait for its predecessor to end."""
 
 T = TypeVar("T")
 
 
 class Staging:
-    """Host memory that pieces are copied to, so that training may go on while they are written.
+    """Host memory that pieces are copied to, so that training can go on while they are written.
 
-    Training waits for `copy`, so the memory is kept between saves, which hold the same pieces.
+    Training waits for `copy`. Saves hold the same pieces each time, so the memory is kept.
     """
 
     def __init__(self) -> None:
@@ -64,19 +64,19 @@ class Staging:
         return sum(copy.nbytes for copy in self._copies)
 
     def reserve(self, pieces: Sequence[Piece]) -> None:
-        """Pins memory for such pieces, if it has less."""
+        """Pins memory for pieces of these sizes, unless it has enough."""
         wanted = max(1, sum(padded(piece.local.nbytes) for piece in pieces))
         if self._arena is None or self._arena.memory.numel() < wanted:
-            self._copies, self._arena = [], None  # never both
+            self._copies, self._arena = [], None  # frees the old memory first: never both at once
             device = _device_of(pieces)
             try:
                 with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # a thread has its own
                     self._arena = HostArena(wanted, device, CHUNK_BYTES)
-            except CommunicationError:  # copies then wait for each other, and no more
+            except CommunicationError:  # not pinned: copies then wait for each other
                 self._arena = HostArena(wanted, torch.device("cpu"))
 
     def copy(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """Copies; returns the elements of each piece in host memory, valid until the next call."""
+        """Copies the pieces. Returns the elements of each in host memory, valid until the next call."""
         sources = [piece.local for piece in pieces]
         if [(s.numel(), s.dtype) for s in sources] != [(copy.numel(), copy.dtype) for copy in self._copies]:
             self.reserve(pieces)
@@ -87,7 +87,7 @@ class Staging:
         to, of, start = list[Tensor](), list[Tensor](), 0
         for copy, source in zip(self._copies, sources, strict=True):
             first, each = ((CHUNK_BYTES - start % CHUNK_BYTES) // copy.itemsize, CHUNK_BYTES // copy.itemsize)
-            cuts = [*range(first, copy.numel(), each)]  # a copy lies in one chunk
+            cuts = [*range(first, copy.numel(), each)]  # so that each copy stays within a chunk
             to += torch.tensor_split(copy, cuts)
             of += torch.tensor_split(source, cuts)
             start += padded(source.nbytes)
@@ -105,31 +105,32 @@ def _device_of(pieces: Sequence[Piece]) -> torch.device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A state to be saved.
+    """A state to save.
 
-    `pieces` are those that this rank writes; all ranks' together cover every tensor once. Tensors without elements are
-    only described, by any of them. Of `state` and `about`, for the manifest, rank 0's are taken.
+    `pieces` are those that this rank writes; together, those of all ranks cover every tensor once. For tensors without
+    elements only a description is saved, from any rank. `state` and `about` go to the manifest from rank 0.
     """
 
     step: int  # optimizer steps done
     pieces: Sequence[Piece]
     state: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)  # further names, for other readers, with the tensor's own
-    groups: Sequence[Any] = ()  # the optimizers' options, `describe_groups`; from one rank of each stage
-    numbers: Sequence[str] = ()  # names of this rank's states that are numbers of Python's, `tensors.number_names`
-    common: frozenset[str] = frozenset()  # names that several ranks write, which must be alike; the same on all ranks
+    aliases: Mapping[str, str] = field(default_factory=dict)  # tensor names by further names, for other readers
+    groups: Sequence[Any] = ()  # the optimizers' options from `describe_groups`; from one rank of each stage
+    numbers: Sequence[str] = ()  # names of this rank's states that are Python numbers, from `tensors.number_names`
+    common: frozenset[str] = frozenset()  # names that several ranks write, with equal values; the same on all ranks
 
 
 _Share = tuple[list[Written], dict[str, TensorEntry], Snapshot]
-"""One rank's report to rank 0: the contents of its file, tensors without elements, and its snapshot without pieces and
-the values that all have alike."""
+"""One rank's report to rank 0: the contents of its file, its tensors without elements, and its snapshot without pieces
+and without values that are the same on all ranks."""
 
 
 class Saver:
-    """Writes the checkpoints of one run to one directory, which it locks, waiting at most `lock_wait_s` for another job
-    to leave it. It keeps those that `superfluous` leaves. Made, used and closed by all ranks. Raises CheckpointError if
-    the directory cannot be written, or another job writes to it; CommunicationError if a rank did not take part."""
+    """Writes the checkpoints of one run to one directory, and keeps those that `superfluous` does not list. It locks
+    the directory, waiting at most `lock_wait_s` for another job to leave. All ranks make, use and close it together.
+    Raises CheckpointError if the directory cannot be written, or another job writes to it; CommunicationError if a rank
+    did not take part."""
 
     def __init__(
         self, storage: Storage, peers: Peers, *, keep: int, keep_every: int = 0, lock_wait_s: float = LOCK_WAIT_S
@@ -158,12 +159,12 @@ class Saver:
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory that is held for copies."""
+        """Host memory held for copies."""
         return self._staging.num_bytes
 
     def save(self, snapshot: Snapshot) -> None:
-        """Copies the snapshot and returns; it is written in the background. Waits first for the save before. Raises
-        CheckpointError if the save before failed."""
+        """Copies the snapshot, returns, and writes it in the background. First waits for the save before. Raises
+        CheckpointError if that one failed."""
         self.wait()
         if self._reserving is not None:
             self._reserving.result()
@@ -171,27 +172,28 @@ class Saver:
         self._pending = self._thread.submit(self._write, snapshot, copies)
 
     def give_up(self, step: int, problem: str) -> None:
-        """Tells other ranks, which may have copied their share and wait for all, that this one has none. It does not
-        wait for them, and does not hear of it again."""
+        """Tells other ranks that this one has nothing to save; they may have copied their share and wait for all. It
+        neither waits for them nor learns the outcome."""
         if self.peers.size > 1:
             self._thread.submit(self._write, Snapshot(step=step, pieces=()), (), problem)
 
     def reserve(self, pieces: Sequence[Piece]) -> None:
-        """Begins to pin memory for the copies of such pieces, in the background; none for pieces on the host."""
+        """Begins to pin memory for copies of pieces like these, in the background; does nothing for pieces on the
+        host."""
         if _device_of(pieces).type != "cpu":
             self._reserving = self._thread.submit(self._staging.reserve, pieces)
 
     def wait(self) -> str | None:
-        """Waits for the save in progress; the full name of its checkpoint, None where there was none. Raises
+        """Waits for the save in progress. Returns the full name of its checkpoint, or None if there was no save. Raises
         CheckpointError, on all ranks, if it failed; CommunicationError if a rank did not take part."""
         if self._pending is None:
             return None
-        wait([self._pending])  # interrupted here, it is still under way
+        wait([self._pending])  # if interrupted here, the save stays pending
         pending, self._pending = self._pending, None
         return pending.result()
 
     def close(self) -> None:
-        """Waits, and leaves the directory to others."""
+        """Waits, and unlocks the directory."""
         try:
             self.wait()
         finally:
@@ -212,7 +214,7 @@ class Saver:
                 shares = [share for share, _ in gathered if share is not None]
                 if not problem:
                     manifest, problem = _tried(where, lambda: self._describe(snapshot, directory, serial, shares))
-            _, unsettled = _tried(where, storage.settle)  # in any case: nothing of it may be left for the next save
+            _, unsettled = _tried(where, storage.settle)  # in any case: the next save must not find leftovers
             problems = peers.gather(problem or unsettled, f"the syncs of {what}")
             if problems is not None:
                 problem = next(filter(None, problems), "")
@@ -221,14 +223,14 @@ class Saver:
             problem = peers.broadcast(problem, f"the end of {what}")
         if problem:
             if peers.rank == 0 and directory:
-                with suppress(Exception):  # where the disk is gone too, the next job deletes it
+                with suppress(Exception):  # if the disk is gone as well, the next job deletes it
                     storage.remove(directory)
             raise CheckpointError(f"{what} was not saved: {problem}")
         self._retire()
         return storage.where(name)
 
     def _begin(self, step: int) -> tuple[str, str, int]:
-        """Rank 0 makes the directory: (its name, that while it is written, its place in the order of checkpoints)."""
+        """Rank 0 makes the directory. Returns (its final name, its name while it is written, its serial)."""
         name = free_name(step, self.storage.names())
         directory = f"{SAVING}{name}-{os.getpid()}" if self.storage.renames else name
         self.storage.make(directory)
@@ -246,7 +248,7 @@ class Saver:
         return _tried(self.storage.where(directory, file), write)
 
     def _describe(self, snapshot: Snapshot, directory: str, serial: int, shares: Sequence[_Share]) -> Manifest:
-        """Rank 0 writes the manifest and torch's index."""
+        """Rank 0 writes the manifest and torch's index, and returns the manifest."""
         rows = _once([row for written, _, _ in shares for row in written], snapshot.common)
         empty = {name: entry for _, own, _ in shares for name, entry in own.items()}
         groups = join_groups([own.groups for _, _, own in shares])
@@ -263,7 +265,7 @@ class Saver:
         )
         objects = {**groups_for_torch(groups), "step": snapshot.step}
         write_metadata(self.storage, directory, [*rows, *aliased], empty, objects)
-        if self.storage.renames:  # nobody looks at this directory yet, so the manifest need not wait for the data
+        if self.storage.renames:  # the directory is still hidden, so the manifest need not wait for the data
             self._write_manifest(directory, manifest)
         return manifest
 
@@ -279,7 +281,7 @@ class Saver:
             self._write_manifest(directory, manifest)
 
     def _retire(self) -> None:
-        # The checkpoint itself is complete; a directory that cannot be deleted now is tried again with the next one.
+        # The checkpoint itself is complete. A directory that cannot be deleted now is tried again after the next save.
         if self.peers.rank != 0:
             return
         with suppress(Exception):
@@ -290,8 +292,8 @@ class Saver:
 
 
 def _once(rows: Sequence[Written], common: frozenset[str]) -> list[Written]:
-    """Rows with those that several ranks wrote under a name of `common` kept once. Raises CheckpointError if they have
-    not written the same."""
+    """Removes duplicates of rows that several ranks wrote under a name in `common`. Raises CheckpointError if those
+    ranks wrote different values."""
     first: dict[tuple[str, tuple[int, ...]], Written] = {}
     kept = []
     for row in rows:
@@ -308,7 +310,7 @@ def _once(rows: Sequence[Written], common: frozenset[str]) -> list[Written]:
 
 
 def _tried(where: str, work: Callable[[], T]) -> tuple[T | None, str]:
-    """The result of `work`, and its error, which other ranks wait to hear."""
+    """Returns the result of `work`, and its error as text: other ranks wait to hear it."""
     try:
         return work(), ""
     except CheckpointError as error:

@@ -1,4 +1,5 @@
-"""Tensors that are made of a file's tensors: laid side by side, or computed. Both are read like one of the file's."""
+"""Tensors that are made from a file's tensors: laid side by side, or computed. They are read like tensors of the
+file."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from zeromesh.progress import note
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """A whole tensor of a file as a box of another tensor: at `offsets`, of `sizes`, with its elements in order."""
+    """A whole tensor of a file as a box of another tensor, at `offsets` and of `sizes`, with its elements in order."""
 
     stored: Stored
     offsets: tuple[int, ...]
@@ -31,7 +32,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiled:
-    """A source of a tensor of `shape` that tiles cover, each element once; a rank reads its own elements."""
+    """A tensor of `shape` that tiles cover, each element once. A rank reads only the elements that it needs."""
 
     shape: tuple[int, ...]
     tiles: tuple[Tile, ...]
@@ -55,12 +56,12 @@ class Tiled:
 
 
 def stacked(parts: Sequence[Tiled], dim: int) -> Tiled:
-    """As `torch.stack`."""
+    """`torch.stack` of tiled tensors."""
     return joined([_unsqueezed(part, dim) for part in parts], dim)
 
 
 def joined(parts: Sequence[Tiled], dim: int) -> Tiled:
-    """As `torch.cat`."""
+    """`torch.cat` of tiled tensors."""
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     dim %= len(shape)
@@ -85,7 +86,8 @@ def _unsqueezed(part: Tiled, dim: int) -> Tiled:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Last:
-    """The tensor that was computed last, by its source: slices of one are asked for one after another."""
+    """Caches the tensor that was computed last, with its source: slices of one tensor are requested one after
+    another."""
 
     source: Computed | None = None
     values: Tensor | None = None
@@ -93,8 +95,8 @@ class Last:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Computed:
-    """A source of a tensor that must be whole for a moment for a slice of it to be had: `compute` makes it, in host
-    memory. All of a model share `last`, so that one at a time is whole."""
+    """A tensor that must be computed whole, by `compute` and in host memory, even to get a slice. All of a model's
+    tensors share `last`, so that only one is whole at a time."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

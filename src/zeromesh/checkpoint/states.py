@@ -1,8 +1,8 @@
-"""The contents of a checkpoint beside parameters, buffers and optimizer states.
+"""The contents of a checkpoint other than parameters, buffers and optimizer states.
 
-As JSON: the caller's state and the options of optimizers' groups. As tensors of bytes and integers: modules' extra
-states (`get_extra_state`), by the names that torch's `state_dict` gives them, and the states of each rank's random
-number generators.
+Stored as JSON: the caller's state, and options of optimizers' groups. Stored as tensors of bytes and integers: modules'
+extra states (`get_extra_state`), under the names that torch's `state_dict` gives them, and the states of each rank's
+random number generators.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from zeromesh.pieces.piece import DTYPE_NAMES, DTYPES, Piece, whole
 EXTRA = "extra."
 RANDOM = "rng."
 _MAX_RANDOM_NUMEL = 1 << 16
-"""The longest state of a generator that is read: several times that of numpy's and torch's Mersenne twisters."""
+"""Longer states of a generator are not read. This is several times the length of numpy's and torch's Mersenne
+twisters."""
 
-# ---- JSON that comes back exactly: also tuples, 0-d tensors, and dicts whose keys are not text
+# ---- JSON that restores values exactly: also tuples, 0-d tensors, and dicts whose keys are not text
 
 
 def to_plain(value: Any, path: str) -> Any:
-    """A value made of None, bool, int, float, str, 0-d tensors, lists, tuples and dicts, as JSON can hold it; `path` is
-    its name, for messages.
+    """Converts a value made of None, bool, int, float, str, 0-d tensors, lists, tuples and dicts to plain JSON values.
+    `path` is its name, for messages.
 
     Raises:
-        CheckpointError: anything else, which only a pickle could hold.
+        CheckpointError: the value holds anything else, which only a pickle could store.
 
     >>> to_plain({"betas": (0.9, 0.95), 30: 1}, "x")
     {'__items__': [['betas', {'__tuple__': [0.9, 0.95]}], [30, 1]]}
@@ -65,14 +66,14 @@ def from_plain(value: Any) -> Any:
     """The inverse of `to_plain`.
 
     Raises:
-        DamagedError: `to_plain` has not made this.
+        DamagedError: `value` was not made by `to_plain`.
 
     >>> from_plain(to_plain({"betas": (0.9, 0.95), 30: 1}, "x"))
     {'betas': (0.9, 0.95), 30: 1}
     """
     try:
         return _from_plain(value)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # a RecursionError too
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # RuntimeError includes RecursionError
         raise DamagedError(f"a state is not what a checkpoint holds: {error}") from error
 
 
@@ -92,7 +93,7 @@ def _from_plain(value: Any) -> Any:
 
 
 def read_state(reader: Reader) -> dict[str, Any]:
-    """The state that was given to `save`. Raises DamagedError if it cannot be read."""
+    """Returns the state that was given to `save`. Raises DamagedError if it cannot be read."""
     try:
         state = from_plain(reader.manifest.state.get("user", {}))
     except CheckpointError as error:
@@ -105,11 +106,12 @@ def read_state(reader: Reader) -> dict[str, Any]:
 # ---- the options of optimizers' parameter groups
 
 Groups = Mapping[str, tuple[str | None, Mapping[str, Any]]]
-"""By parameter: the class of its optimizer, None where the checkpoint does not say; learning rate and the like."""
+"""By parameter: the class of its optimizer (None if the checkpoint does not say), and its options, such as the learning
+rate."""
 
 
 def require_one_holder(optimizers: Sequence[Optimizer]) -> None:
-    """Raises CheckpointError where two optimizers hold a parameter: states and options are saved by its name."""
+    """Raises CheckpointError if two optimizers hold a parameter: states and options are saved under its name."""
     held = set[Tensor]()
     for optimizer in optimizers:
         own = {param for group in optimizer.param_groups for param in group["params"]}
@@ -122,11 +124,12 @@ def require_one_holder(optimizers: Sequence[Optimizer]) -> None:
 
 
 Own = Mapping[Tensor, Sequence[str]]
-"""The parameters that a checkpoint is of, with their names. An optimizer may hold those of other models too."""
+"""The parameters of a checkpoint, with their names. An optimizer may also hold parameters of other models."""
 
 
 def describe_groups(optimizers: Sequence[Optimizer], own: Own) -> list[Any]:
-    """The options of every parameter group, with its optimizer's class and the names of its `own` parameters."""
+    """Returns the options of every parameter group, with its optimizer's class and the names of its parameters in
+    `own`."""
     require_one_holder(optimizers)
     return [[_describe(optimizer, group, own) for group in optimizer.param_groups] for optimizer in optimizers]
 
@@ -146,7 +149,7 @@ def _kind(optimizer: Optimizer) -> str:
 
 
 def read_groups(reader: Reader) -> Groups:
-    """Raises DamagedError if they are no result of `describe_groups`."""
+    """Reads the result of `describe_groups`. Raises DamagedError if it is malformed."""
     described = reader.manifest.state.get("groups", [])
     found: dict[str, tuple[str | None, Mapping[str, Any]]] = {}
     try:
@@ -158,7 +161,7 @@ def read_groups(reader: Reader) -> Groups:
 
 
 def require_kinds(optimizers: Sequence[Optimizer], groups: Groups, where: str, own: Own) -> None:
-    """Raises CheckpointError where a parameter's optimizer is of another class than the one that was saved."""
+    """Raises CheckpointError if a parameter's optimizer is of another class than the saved one."""
     for optimizer in optimizers:
         for name in (name for group in optimizer.param_groups for name in _names(group, own)):
             saved, _ = groups.get(name, (None, {}))
@@ -170,15 +173,15 @@ def require_kinds(optimizers: Sequence[Optimizer], groups: Groups, where: str, o
 
 
 def restore_groups(optimizers: Sequence[Optimizer], groups: Groups, where: str, own: Own) -> None:
-    """Sets each group's options to those of the first of its parameters that was saved. Raises CheckpointError, and
-    changes nothing, if an option has a value of another type."""
+    """Sets each group's options to those saved for the first of its parameters that has any. Raises CheckpointError,
+    and changes nothing, if an option has a value of another type."""
     changes: list[tuple[dict[str, Any], str, Any]] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             _, saved = next((groups[name] for name in _names(group, own) if name in groups), (None, {}))
             changes += [(group, key, value) for key, value in saved.items() if key != "params"]
     for group, key, value in changes:
-        if not _fits(group.get(key), value):  # a key that is not there yet may have any value
+        if not _fits(group.get(key), value):  # a new key may have any value
             raise CheckpointError(f"{where}: the optimizer's {key} cannot be {value!r}; here it is {group.get(key)!r}")
     for group, key, value in changes:
         if isinstance(group.get(key), Tensor):
@@ -188,7 +191,8 @@ def restore_groups(optimizers: Sequence[Optimizer], groups: Groups, where: str, 
 
 
 def _fits(now: Any, value: Any) -> bool:
-    """Whether an option may become `value`: a number a number, as many numbers as many; the rest are flags."""
+    """Whether an option may become `value`: numbers replace numbers, sequences those of the same length; the rest are
+    flags."""
     if now is None or isinstance(now, Tensor):
         return now is None or is_plain_number(value)
     if isinstance(now, tuple | list):
@@ -197,12 +201,13 @@ def _fits(now: Any, value: Any) -> bool:
 
 
 def is_plain_number(value: Any) -> bool:
-    """Whether it is a number of Python's; a flag is none."""
+    """Whether `value` is a Python number; a bool is not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def join_groups(described: Sequence[Sequence[Any]]) -> list[Any]:
-    """The results of `describe_groups` of all stages, by optimizer; groups with equal options at one place are one."""
+    """Joins the results of `describe_groups` of all stages, by optimizer. Groups at the same place with equal options
+    become one."""
     joined: list[list[dict[str, Any]]] = []
     for optimizers in described:
         joined += ([] for _ in range(len(joined), len(optimizers)))
@@ -216,14 +221,14 @@ def join_groups(described: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def groups_for_torch(described: Sequence[Any]) -> dict[str, Any]:
-    """The same under the names that torch's `get_optimizer_state_dict` gives them, of one optimizer."""
+    """The groups under the names of torch's `get_optimizer_state_dict`; empty unless there is exactly one optimizer."""
     if len(described) != 1:
         return {}
     groups = [{**from_plain(group["options"]), "params": group["params"]} for group in described[0]]
     return {f"optim.param_groups.{i}.{key}": value for i, group in enumerate(groups) for key, value in group.items()}
 
 
-# ---- modules' extra states; the first rank's counts
+# ---- modules' extra states; those of the first rank are saved
 
 
 def _stateful(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -241,19 +246,19 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
-    """Gives the modules those that `states` has."""
+    """Sets the extra states of the modules that `states` names."""
     for name, module in _stateful(model):
         if name in states:
             module.set_extra_state(states[name])
 
 
 def extra_pieces(model: nn.Module) -> list[Piece]:
-    """Raises CheckpointError if one of them cannot be read again without running code from the file."""
+    """Returns the extra states as pieces. Raises CheckpointError if loading one would run code from the file."""
     return [whole(f"{EXTRA}{name}", _to_bytes(name, state)) for name, state in extra_states(model).items()]
 
 
 def restore_extra(model: nn.Module, reader: Reader) -> None:
-    """Gives the modules their saved values. Raises DamagedError if one is no result of `extra_pieces`."""
+    """Restores the modules' saved extra states. Raises DamagedError if one was not made by `extra_pieces`."""
     names = [name for name in extra_names(model) if EXTRA + name in reader.manifest.tensors]
     set_extra_states(model, {name: _from_bytes(reader, EXTRA + name) for name in names})
 
@@ -285,7 +290,7 @@ def _from_bytes(reader: Reader, name: str) -> Any:
 
 
 def random_states() -> dict[str, Tensor]:
-    """Those of torch on the CPU and on this rank's device, of Python and of numpy."""
+    """Returns the states of the generators of torch (on the CPU and on this rank's device), Python and numpy."""
     _, words, gauss = random.getstate()
     _, key, position, has_gauss, cached = np.random.get_state(legacy=True)
     states = {
@@ -293,7 +298,7 @@ def random_states() -> dict[str, Tensor]:
         "python": _twister(words, gauss is not None, gauss or 0.0),
         "numpy": _twister(np.append(key, position), bool(has_gauss), float(cached)),
     }
-    # Else nothing has been drawn there, and to ask would take memory on the device.
+    # If the device is not initialised, nothing has been drawn there, and asking would take memory on it.
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None and torch.get_device_module(device).is_initialized():
         states[device.type] = torch.get_device_module(device).get_rng_state()
@@ -305,7 +310,7 @@ def random_pieces(rank: int) -> list[Piece]:
 
 
 def restore_random(rank: int, reader: Reader) -> None:
-    """Sets the generators to this rank's saved states. Raises DamagedError if a generator does not take its state."""
+    """Sets the generators to this rank's saved states. Raises DamagedError if a generator rejects its state."""
     states: dict[str, Tensor] = {}
     mine = f"{RANDOM}{rank}."
     for name, entry in reader.manifest.tensors.items():
@@ -335,7 +340,8 @@ def set_random_states(states: Mapping[str, Tensor]) -> None:
 
 
 def _twister(words: Any, has_gauss: bool, gauss: float) -> Tensor:
-    """The words of a Mersenne twister, then whether the second of a pair of normal numbers is left, and its bits."""
+    """Packs a Mersenne twister: its words, whether the second of a pair of normal numbers is left, and that number's
+    bits."""
     numbers = np.array([gauss], dtype=np.float64).view(np.int64)
     return torch.from_numpy(np.concatenate([np.array(words, dtype=np.int64), [np.int64(has_gauss)], numbers]))
 

@@ -1,12 +1,12 @@
-"""Where checkpoints lie: a directory of directories of files, on a local (or mounted) file system or behind fsspec.
+"""Storage for checkpoints: directories of files on a local (or mounted) file system, or behind fsspec.
 
-A directory is made under a name that readers do not look at, filled, and then published under its own: by a rename
-where that is atomic. On an object store there is no rename, so files are written under their final name, and the
-manifest, which is written last, makes the checkpoint visible. Failures are OSError.
+A directory is made under a name that readers ignore, filled, and then published under its own name by an atomic rename.
+An object store has no renames. There files are written under their final name, and the manifest, which is written last,
+makes the checkpoint visible. Failures are OSError.
 
-A file that has been written is not yet on the medium. Its sync begins when it is closed, in a thread, and goes on while
-ranks exchange lists of written files and other files follow; `settle` waits for all of them. A file system commits
-syncs that come together once, and one after the other once each.
+A file that has been written is not yet on the medium. Its sync begins in a thread when the file is closed, and runs
+while other files and exchanges between ranks follow; `settle` waits for all syncs. A file system commits syncs that
+come together once, but syncs in sequence once each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zeromesh.errors import CheckpointError, InternalError
 
 LOCK = ".lock"
 _SYNC_THREADS = 4
-"""A rank creates as many files."""
+"""A rank creates about as many files."""
 
 
 class LocalStorage:
@@ -45,11 +45,11 @@ class LocalStorage:
         self._threads = ThreadPoolExecutor(max_workers=_SYNC_THREADS, thread_name_prefix="zeromesh-sync")
 
     def where(self, *parts: str) -> str:
-        """The full name, for people."""
+        """Returns the full name, for people."""
         return str(self.root.joinpath(*parts))
 
     def names(self) -> list[str]:
-        """All directories and files in it; none where the storage does not exist yet."""
+        """Returns the names of all its directories and files; none if the storage does not exist yet."""
         try:
             return sorted(os.listdir(self.root))
         except FileNotFoundError:
@@ -60,18 +60,18 @@ class LocalStorage:
 
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[IO[bytes]]:
-        """A new file; when the context ends without an error its content is on its way to the medium."""
+        """Creates a file. When the context ends without an error, its content is on the way to the medium."""
         path = self.root / name / file
         with open(path, "xb") as stream:
             yield stream
             stream.flush()
-            # The same open file, so that the kernel tells the one who syncs it of failed writes.
+            # A duplicate of the same open file, since only there the kernel reports failed writes at the sync.
             self._syncing.append(self._threads.submit(_sync, os.dup(stream.fileno()), path))
 
     def settle(self) -> None:
-        """Returns when all that this process has created is on the medium."""
+        """Waits until everything that this process has created is on the medium."""
         syncing, self._syncing = self._syncing, []
-        wait(syncing)  # all of them, before one raises
+        wait(syncing)  # for all of them, before one raises
         for future in syncing:
             future.result()
 
@@ -86,17 +86,17 @@ class LocalStorage:
     def remove(self, name: str) -> None:
         hidden = self.root / name
         if not name.startswith("."):
-            # Out of sight at once: a half deleted directory must not look like a checkpoint.
+            # Hides it first: a half deleted directory must not look like a checkpoint.
             hidden = self.root / f".removed-{name}"
             os.rename(self.root / name, hidden)
         if hidden.is_symlink() or not hidden.is_dir():
-            hidden.unlink()  # its target is not ours
+            hidden.unlink()  # a link's target is not ours
         else:
             shutil.rmtree(hidden, ignore_errors=True)
 
     def lock(self, wait_s: float) -> None:
-        """Refuses all other writers until `unlock`. flock: the kernel releases it with the process, however that ends.
-        Raises CheckpointError if another job has locked it."""
+        """Keeps all other writers out until `unlock`. The kernel releases a flock when the process ends, in any way.
+        Raises CheckpointError if another job holds the lock."""
         self.root.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         end = time.monotonic() + wait_s
@@ -120,7 +120,7 @@ class LocalStorage:
 
     def unlock(self) -> None:
         if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also where a forked process has not closed it yet
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # releases it even if a forked process still has the file open
             self._leave()
 
     def _leave(self) -> None:
@@ -134,7 +134,8 @@ _LOCKED: set[LocalStorage] = set()
 
 
 def _leave_all() -> None:
-    """A lock is the open file's, which a fork shares: the child of a killed job would hold it as long as it lives."""
+    """Closes the lock in a forked child. A lock belongs to the open file, which a fork shares, so the child of a killed
+    job would hold it as long as it lives."""
     for storage in tuple(_LOCKED):
         storage._leave()
 
@@ -149,7 +150,7 @@ class RemoteStorage:
 
     def __init__(self, url: str) -> None:
         try:
-            import fsspec  # type: ignore[import-untyped]  # it has none
+            import fsspec  # type: ignore[import-untyped]  # fsspec has no stubs
 
             self._files, self._root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
@@ -177,7 +178,7 @@ class RemoteStorage:
             yield stream
 
     def settle(self) -> None:
-        """Nothing: a file is on the medium when it has been closed."""
+        """Does nothing: a file is on the medium when it has been closed."""
 
     def open(self, name: str, file: str) -> BufferedReader:
         found: BufferedReader = self._files.open(self._path(name, file), "rb")
@@ -187,7 +188,7 @@ class RemoteStorage:
         raise InternalError(f"{self._url} has no renames: files are written under their final name")
 
     def remove(self, name: str) -> None:
-        # The manifest first: without it a half deleted directory does not look like a checkpoint.
+        # The manifest goes first: without it a half deleted directory does not look like a checkpoint.
         manifest = self._path(name, MANIFEST)
         if self._files.exists(manifest):
             self._files.rm(manifest)
@@ -195,10 +196,10 @@ class RemoteStorage:
             self._files.rm(self._path(name), recursive=True)
 
     def lock(self, wait_s: float) -> None:
-        """Nothing: fsspec has no locks."""
+        """Does nothing: fsspec has no locks."""
 
     def unlock(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def _path(self, *parts: str) -> str:
         return "/".join((self._root.rstrip("/"), *parts))
@@ -208,18 +209,18 @@ Storage = LocalStorage | RemoteStorage
 
 
 def open_storage(location: str | os.PathLike[str]) -> Storage:
-    """A local directory, or any URL that fsspec knows (``s3://bucket/run``)."""
+    """Opens a local directory, or any URL that fsspec knows (``s3://bucket/run``)."""
     text = os.fspath(location)
     return RemoteStorage(text) if "://" in text else LocalStorage(Path(text))
 
 
 def reason(error: Exception) -> str:
-    """An error in words for a message: the system's, or its kind and its own."""
+    """Returns an error as text for a message: the system's text, or the error's class and message."""
     return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def has_file(storage: Storage, name: str, file: str) -> bool:
-    """Whether the directory `name` has a file that can be read."""
+    """Whether the directory `name` has a readable file `file`."""
     try:
         with storage.open(name, file) as stream:
             stream.read(1)
@@ -229,8 +230,8 @@ def has_file(storage: Storage, name: str, file: str) -> bool:
 
 
 def read_index(storage: Storage, name: str, file: str, most: int) -> bytes:
-    """A manifest or index. Raises DamagedError if it has more than `most` bytes, as no such file has; OSError if it
-    cannot be read."""
+    """Reads a manifest or index. Raises DamagedError if it has more than `most` bytes, which no such file has; OSError
+    if it cannot be read."""
     with storage.open(name, file) as stream:
         if (length := stream.seek(0, os.SEEK_END)) > most:
             raise DamagedError(
@@ -241,8 +242,8 @@ def read_index(storage: Storage, name: str, file: str, most: int) -> bytes:
 
 
 def read_at(stream: BufferedReader, offset: int, target: memoryview) -> int:
-    """Fills `target` from `offset` on; the number of bytes, fewer only at the end of the file."""
-    if stream.seek(0, os.SEEK_END) <= offset:  # file systems refuse to go too far
+    """Fills `target` from `offset` on. Returns the number of bytes, which is smaller only at the end of the file."""
+    if stream.seek(0, os.SEEK_END) <= offset:  # file systems refuse offsets that are too large
         return 0
     stream.seek(offset)
     done = 0
@@ -252,7 +253,7 @@ def read_at(stream: BufferedReader, offset: int, target: memoryview) -> int:
 
 
 def open_regular(path: Path) -> int:
-    """Refuses anything but a file: to open a pipe would wait for its other end for ever."""
+    """Opens a file and refuses anything else: opening a pipe would wait for its other end for ever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

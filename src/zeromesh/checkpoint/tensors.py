@@ -1,7 +1,7 @@
-"""A sharded model and its optimizers as named pieces of tensors, which this rank writes and fills again.
+"""A sharded model and its optimizers as named pieces of tensors, for this rank to write and fill.
 
-To a checkpoint the ranks of a pipeline are one more axis that the model is spread over: [Note: Beyond] of
-`zeromesh.engine.control`. A rank writes and reads the tensors of its own stages, and knows those of the others.
+For a checkpoint, the ranks of a pipeline are one more axis that the model is spread over: [Note: Beyond] of
+`zeromesh.engine.control`. A rank writes and reads the tensors of its own stages, and knows the names of the others.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ STATE = "optim.state."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A parameter or buffer as a checkpoint has it: all names, of a tied parameter several, and an entry without
-    chunks."""
+    """A parameter or buffer in a checkpoint: its names (a tied parameter has several) and an entry without chunks."""
 
     names: tuple[str, ...]
     entry: TensorEntry
@@ -57,15 +56,15 @@ class Held:
 
     models: tuple[nn.Module, ...]  # a model, or this rank's stages
     engines: tuple[Engine, ...]
-    control: Control  # all ranks of all stages
-    stages: Mapping[int, Sequence[Saved]] = field(default_factory=dict)  # of a pipeline, the tensors of all its stages
-    common: frozenset[str] = frozenset()  # names that several stages have, and with the same values
+    control: Control  # over all ranks of all stages
+    stages: Mapping[int, Sequence[Saved]] = field(default_factory=dict)  # in a pipeline, the tensors of all its stages
+    common: frozenset[str] = frozenset()  # names that several stages have, with equal values
 
     @classmethod
     def of(cls, models: nn.Module | Sequence[nn.Module], directory: str | os.PathLike[str]) -> Self:
-        """All ranks call it, each with a model or its stages of a pipeline, and the directory where they are saved.
-        Raises ModelError if one is not sharded; InputError, on all ranks, if there are none, they are not all of this
-        rank's stages, or they cannot be saved as one model."""
+        """All ranks call this, each with a model or its pipeline stages, and with the directory for saving. Raises
+        ModelError if one is not sharded; InputError, on all ranks, if there are none, they are not all of this rank's
+        stages, or they cannot be saved as one model."""
         own = (models,) if isinstance(models, nn.Module) else tuple(models)
         engines = tuple(map(engine_of, own))
         pipeline = next((engine.pipeline for engine in engines if engine.pipeline is not None), None)
@@ -91,13 +90,13 @@ class Held:
         return cls(models=own, engines=engines, control=control, stages=stages, common=common)
 
     def tensors(self) -> list[Saved]:
-        """All of the model's parameters and buffers, in all stages."""
+        """Returns all parameters and buffers of the model, in all stages."""
         if self.stages:
             return [tensor for stage in sorted(self.stages) for tensor in self.stages[stage]]
         return [*_tensors(self.models[0], self.engines[0])]
 
     def params(self) -> Iterator[tuple[ShardedParameter, tuple[str, ...]]]:
-        """This rank's slices, with all of their parameter's names."""
+        """Yields this rank's slices, each with all of its parameter's names."""
         for engine in self.engines:
             for buffer in buffers_of(engine):
                 for param, place in zip(buffer.optimizer_params, buffer.places, strict=True):
@@ -110,7 +109,7 @@ class Held:
 def _require_joint(engines: Sequence[Engine], pipeline: Pipeline, directory: str) -> None:
     """Raises InputError on all ranks of the pipeline unless they can save together.
 
-    Before anything is exchanged over all: the ranks of one line of the pipeline alone are sure to be there.
+    This comes before any exchange over all ranks: only the ranks along the pipeline are sure to be there.
     """
     problem = ""
     try:
@@ -149,8 +148,8 @@ def _tensors(model: nn.Module, engine: Engine) -> Iterator[Saved]:
 
 
 def _common(stages: Mapping[int, Sequence[Saved]]) -> frozenset[str]:
-    """The names that several stages have. Raises InputError for names of parameters, and of buffers that differ in
-    shape or dtype."""
+    """Returns the names that several stages have. Raises InputError if such a name is a parameter's, or that of buffers
+    with different shapes or dtypes."""
     first: dict[str, tuple[int, Saved]] = {}
     common = set()
     for stage, tensor, name in ((s, t, name) for s in sorted(stages) for t in stages[s] for name in t.names):
@@ -172,7 +171,7 @@ def _common(stages: Mapping[int, Sequence[Saved]]) -> frozenset[str]:
 
 
 def replica_of(buffer: FlatShards) -> tuple[int, int]:
-    """Which of the mesh's ranks that hold the same slices this one is: (index, number of them)."""
+    """Returns (this rank's index, count) among the ranks of the mesh that hold the same slices."""
     held = {axis.name for axis in buffer.optimizer_shard[1]}
     index, count = 0, 1
     for axis in buffer.placed.layout.axes:
@@ -182,13 +181,13 @@ def replica_of(buffer: FlatShards) -> tuple[int, int]:
 
 
 def param_piece(param: ShardedParameter, prefix: str = MODEL) -> Piece:
-    """A parameter's slice; shares its memory."""
+    """A parameter's slice as a piece that shares its memory."""
     return param.piece(prefix + param.full_name, param.local)
 
 
 def param_rows(buffer: FlatShards, names: Collection[str] | None = None) -> Iterator[Piece]:
-    """Ranges of whole parameters (of those called `names`, if given), under their own names, each element on one rank
-    of all that have it."""
+    """Yields ranges of whole parameters (of those in `names`, if given) under their own names. Replicas share the work:
+    each element is on one rank."""
     params = [p for p in buffer.optimizer_params if p.writes and (names is None or p.full_name in names)]
     for piece in share([param_piece(param, prefix="") for param in params], *replica_of(buffer)):
         yield from piece.rows()
@@ -197,7 +196,7 @@ def param_rows(buffer: FlatShards, names: Collection[str] | None = None) -> Iter
 def collect(held: Held, optimizers: Sequence[Optimizer], *, frozen: bool) -> Iterator[Piece]:
     """The pieces that this rank writes: parameters, `frozen` ones only if asked for, buffers and optimizer states.
 
-    All ranks' pieces together cover every tensor once; a tensor without elements may come from several.
+    Together, the pieces of all ranks cover every tensor once. A tensor without elements may come from several ranks.
     """
     states = _states(optimizers)
     for model, engine in zip(held.models, held.engines, strict=True):
@@ -205,7 +204,7 @@ def collect(held: Held, optimizers: Sequence[Optimizer], *, frozen: bool) -> Ite
         for buffer in buffers_of(engine):
             pieces, numbers, wanted = list[Piece](), list[Piece](), frozen or buffer.spec.trainable
             for param in buffer.optimizer_params:
-                own = states.pop(param, {})  # of a frozen one too, which Adagrad makes for all that it is given
+                own = states.pop(param, {})  # frozen ones may have states: Adagrad's do
                 if wanted and param.writes:
                     pieces.append(param_piece(param))
                     for key, (value, region) in sorted(own.items()):
@@ -215,10 +214,10 @@ def collect(held: Held, optimizers: Sequence[Optimizer], *, frozen: bool) -> Ite
             yield from (piece for piece in pieces if not prod(piece.shape))
             yield from numbers if engine.control.first else ()
         unsharded = [whole(MODEL + name, tensor) for name, tensor in persistent_buffers(model)]
-        yield from unsharded if engine.control.first else ()  # made on all ranks, for its errors
+        yield from unsharded if engine.control.first else ()  # made on all ranks, so that all raise its errors
     known, others = held.names(), {param for param in states if not isinstance(param, ShardedParameter)}
     for params in ({p for group in each.param_groups for p in group["params"]} for each in optimizers):
-        if params.isdisjoint(known):  # else another sharded model's are saved with that
+        if params.isdisjoint(known):  # a group of another sharded model is saved with that model
             others |= params & states.keys()
     if others:
         names = sorted({getattr(param, "full_name", type(param).__name__) for param in others})
@@ -229,25 +228,25 @@ def collect(held: Held, optimizers: Sequence[Optimizer], *, frozen: bool) -> Ite
 
 
 def aliases_of(held: Held, *, frozen: bool) -> dict[str, str]:
-    """Further names of tied parameters, with the one that they are saved under."""
+    """Returns further names of tied parameters, each with the name that the tensor is saved under."""
     known = [names for param, names in held.params() if frozen or param.requires_grad]
     return {MODEL + alias: MODEL + names[0] for names in known for alias in names[1:]}
 
 
 def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, tuple[Tensor, Region | None]]]:
-    """By parameter, its states on this rank, and the region that they are of if they are not of its slice."""
+    """Returns by parameter its states on this rank, each with its region (None: that of the slice)."""
     states: dict[Tensor, dict[str, tuple[Tensor, Region | None]]] = {}
     for optimizer in optimizers:
         take_slices(optimizer)
         for param, values in optimizer.state.items():
-            region = WHOLE.get(optimizer, {}).get(param)  # type: ignore[call-overload]  # of others there is none
+            region = WHOLE.get(optimizer, {}).get(param)  # type: ignore[call-overload]  # others have none
             found = states[param] = {}
             for key, value in values.items():
                 if isinstance(value, Tensor):
                     parts = stored(key, value.local if isinstance(value, Slice) else value)
                     found.update({name: (part, region) for name, part in parts.items()})
                 elif is_plain_number(value):
-                    dtype = torch.float64 if isinstance(value, float) else torch.int64  # as exact as Python's
+                    dtype = torch.float64 if isinstance(value, float) else torch.int64  # as exact as in Python
                     found[key] = torch.tensor(value, dtype=dtype, device="cpu"), region
                 elif value is not None:
                     raise CheckpointError(
@@ -258,8 +257,8 @@ def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, tuple[Ten
 
 
 def number_names(optimizers: Sequence[Optimizer], own: Own) -> list[str]:
-    """Names of the model's states on this rank that are numbers of Python's, and not tensors: torch computes with a
-    tensor of integers in fp32, so a resumed run would round where an uninterrupted one does not."""
+    """Names of this rank's states that are Python numbers, not tensors. Torch computes with integer tensors in fp32, so
+    a run resumed with tensors would round differently."""
     states = [item for optimizer in optimizers for item in optimizer.state.items()]
     return [
         f"{STATE}{own[param][0]}.{key}"
@@ -270,7 +269,7 @@ def number_names(optimizers: Sequence[Optimizer], own: Own) -> list[str]:
 
 
 def _saved_numbers(reader: Reader) -> frozenset[str]:
-    """The result of `number_names`, of all ranks; an older checkpoint, or another tool's, has none."""
+    """The results of `number_names` of all ranks. Older checkpoints, and those of other tools, have none."""
     found = reader.manifest.state.get("numbers", [])
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise DamagedError(f"{reader.where}: the names of its numbers cannot be read")
@@ -278,8 +277,8 @@ def _saved_numbers(reader: Reader) -> frozenset[str]:
 
 
 def _state_pieces(param: ShardedParameter, key: str, value: Tensor, region: Region | None) -> list[Piece]:
-    """A state of this rank's slice; or of a region that its owner has: all of the tensor, or a batch of parts that the
-    class takes for tensors. A number is the same for all of the batch, and written with the first."""
+    """The pieces of a state of this rank's slice, or of its owned region: a whole tensor, or a batch of parts that the
+    optimizer treats as tensors. A 0-d state is the same for all of the batch, and is written with the first part."""
     name = f"{STATE}{param.full_name}.{key}"
     if region is not None and region.batch:
         if not value.dim():
@@ -302,11 +301,11 @@ def _state_pieces(param: ShardedParameter, key: str, value: Tensor, region: Regi
 
 
 def restore_models(held: Held, reader: Reader) -> None:
-    """Fills parameters and buffers in place.
+    """Loads parameters and buffers in place.
 
-    The caller tells the engines that they have changed, on all ranks when all have come through: collectives follow,
-    and one rank alone may find a file damaged. Raises CheckpointError, on all ranks alike, for a checkpoint of another
-    model, and changes nothing then; ModelError if modules of the model were moved after `zm.shard`.
+    The caller tells the engines of the change after all ranks have succeeded: that runs collectives, and a single rank
+    may find a file damaged. Raises CheckpointError, on all ranks and without changing anything, for a checkpoint of
+    another model; ModelError if modules of the model were moved after `zm.shard`.
     """
     for engine in held.engines:
         require_names(engine)
@@ -337,7 +336,7 @@ def restore_optimizers(held: Held, optimizers: Sequence[Optimizer], reader: Read
     """Replaces the optimizers' states by those of the checkpoint, in the layout of this run.
 
     States that are there already are filled in place: no rank holds two copies. Saved states of parameters that are
-    frozen here are passed over, and a parameter without saved states begins with none. Raises CheckpointError, and
+    frozen here are passed over, and a parameter without saved states starts without any. Raises CheckpointError, and
     changes nothing, if trained parameters have saved states that no optimizer has, or of other shapes.
     """
     saved: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
@@ -357,12 +356,12 @@ def restore_optimizers(held: Held, optimizers: Sequence[Optimizer], reader: Read
                     present, owned = optimizer.state.get(param, {}), WHOLE.get(optimizer, {}).get(param)
                     coded = any(":" in name.rpartition(".")[2] for name in found)
                     if not present and coded and isinstance(optimizer, OwnerOptimizer):
-                        present = optimizer.made_state(param)  # only the class knows how its quantised states are made
+                        present = optimizer.made_state(param)  # only the class can make its quantised states
                     targets, states[param] = _state_targets(param, group, found, reader, present, owned)
                     pieces += targets
                     read += [(states[param], name.rpartition(".")[2]) for name in found if name in single]
     own = {name for names in known.values() for name in names}
-    passed = {name.removeprefix(MODEL) for tensor in held.tensors() for name in tensor.names} - own  # of other stages
+    passed = {name.removeprefix(MODEL) for tensor in held.tensors() for name in tensor.names} - own  # other stages'
     passed.update(name for param, names in known.items() if not param.requires_grad for name in names)
     if strange := [name for name in saved if name not in passed]:
         raise CheckpointError(
@@ -373,7 +372,7 @@ def restore_optimizers(held: Held, optimizers: Sequence[Optimizer], reader: Read
     for values, key in read:
         values[key] = values[key].item()
     for optimizer, states in fresh.items():
-        kept = {param: values for param, values in optimizer.state.items() if param not in known}  # of other models
+        kept = {param: values for param, values in optimizer.state.items() if param not in known}  # other models'
         optimizer.state.clear()
         optimizer.state.update(kept | states)
 
@@ -386,8 +385,8 @@ def _state_targets(
     present: Mapping[str, Any],
     owned: Region | None,
 ) -> tuple[list[Piece], dict[str, Any]]:
-    """The pieces that a parameter's states are read into, and the states: of an `owned` region, which may be all, or
-    of the elements of this rank's slice."""
+    """Returns the pieces that a parameter's states are read into, and the states themselves. They are of the `owned`
+    region, which may be the whole tensor, or of this rank's slice."""
     targets, states = list[Piece](), dict[str, Any]()
     local, shape = param.local, tuple(param.shape)
     number_device = local.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
@@ -411,7 +410,7 @@ def _state_targets(
             raise CheckpointError(f"{reader.where}: {name} must have shape {shape} or (); it has {entry.shape}")
         model = reader.manifest.tensors.get(MODEL + name.removeprefix(STATE).rpartition(".")[0])
         if not number and model is not None and entry.dtype == model.dtype:
-            dtype = local.dtype  # as the optimizer makes it: like the parameter, which may have another one than saved
+            dtype = local.dtype  # as the optimizer makes states; the parameter may have had another one
         region = None if number or owned is None else owned.of(entry.shape)
         sizes = entry.shape if number else (local.numel(),) if region is None else region.sizes
         tensor = _in_place(present.get(key), sizes, dtype, number_device if number else local.device)
@@ -426,20 +425,20 @@ def _in_place(held: Any, sizes: tuple[int, ...], dtype: torch.dtype, device: tor
     return held if fits and held.is_contiguous() else torch.empty(sizes, dtype=dtype, device=device)
 
 
-# ---- frozen parameters that are left out: a number for each, alike under every layout
+# ---- frozen parameters that are left out: a number for each, equal under every layout
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SPREAD = -0x61C8864680B583EB
-"""An odd number with its bits well mixed: 2**64 over the golden ratio, as a signed integer (Knuth, volume 3, 6.4)."""
+"""An odd number with well mixed bits: 2**64 over the golden ratio, as a signed integer (Knuth, volume 3, 6.4)."""
 
 _CHUNK = 1 << 20
 
 
 def checksums(held: Held) -> dict[str, int]:
-    """By name, a checksum of every frozen parameter of all stages: the sum, modulo 2**64, of a number for each
-    element's place and bits.
+    """Returns, by name, a checksum of every frozen parameter of all stages. It is the sum modulo 2**64 of one number
+    per element, from the element's position and bits.
 
-    Collective; a sum has no order, so it is the same on any number of ranks.
+    Collective. A sum does not depend on order, so it is the same on any number of ranks.
     """
     sums: dict[str, int] = {}
     for engine in held.engines:
@@ -451,7 +450,7 @@ def checksums(held: Held) -> dict[str, int]:
 
 
 def checksums_of(engine: Engine, names: Sequence[str]) -> dict[str, int]:
-    """Those of one model's parameters of these names; collective on its ranks, with the same names."""
+    """Returns the checksums of one model's parameters of these names. Collective: all its ranks pass the same names."""
     order = {name: index for index, name in enumerate(names)}
     sums = torch.zeros(len(names), dtype=torch.int64, device=engine.control.device)
     for buffer in buffers_of(engine):
@@ -469,13 +468,13 @@ def _checksum(row: Piece) -> Tensor:
         first = row.start + start
         places = torch.arange(first, first + part.numel(), device=bits.device)
         mixed = (part + 1) * _SPREAD * (2 * places + 1)
-        total += (mixed ^ (mixed >> 29)).sum()  # no element's bits alone decide the highest ones
+        total += (mixed ^ (mixed >> 29)).sum()  # so that the highest bits do not depend on an element's bits alone
     return total
 
 
 def left_out(state: Mapping[str, Any], where: str) -> dict[str, int]:
-    """The checksums in a manifest's state; none of a checkpoint that has everything. Raises DamagedError if they are no
-    result of `checksums`."""
+    """Returns the checksums in a manifest's state; none if the checkpoint has all parameters. Raises DamagedError if
+    they were not made by `checksums`."""
     found = state.get("frozen", {})
     if not isinstance(found, dict) or not all(type(value) is int for value in found.values()):
         raise DamagedError(f"{where}: what it says of frozen parameters cannot be read")
@@ -483,8 +482,8 @@ def left_out(state: Mapping[str, Any], where: str) -> dict[str, int]:
 
 
 def require_same(held: Held, saved: Mapping[str, int], where: str) -> None:
-    """Raises CheckpointError, on all ranks, unless the model's frozen parameters are those that a checkpoint was saved
-    beside. Collective."""
+    """Raises CheckpointError, on all ranks, unless the model's frozen parameters are those of the saved checksums.
+    Collective."""
     if not saved:
         return
     own = checksums(held)

@@ -1,8 +1,8 @@
-"""One rank's data file: boxes of tensors, each in a zip of torch's, one zip after another.
+"""Writes one rank's data file: boxes of tensors, each in its own zip as torch makes it, one zip after another.
 
-torch.distributed.checkpoint reads such files. The zips are not made by `torch.save`, for two reasons: a tensor's
-bytes go to the file without a copy, and where they lie is known, so that they are read back without looking into the
-zip and without unpickling anything.
+torch.distributed.checkpoint reads such files. The zips are not made by `torch.save`, for two reasons. A tensor's bytes
+go to the file without a copy. And their position is known, so they are read without looking into the zip and without
+unpickling anything.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from zeromesh.checkpoint.storage import Storage
 from zeromesh.pieces.piece import DTYPE_NAMES, Piece
 
 _ALIGNMENT = 64
-"""A tensor's bytes begin at multiples of it in a file, as `torch.save` has them."""
+"""A tensor's bytes begin at multiples of this in a file, as with `torch.save`."""
 
 _HEADER_BYTES = 30 + 4
-"""Before an entry of a zip, beside its name and its padding: its own, and those of the padding."""
+"""The headers before a zip entry's data: its own, and that of its padding, without the name and the padding itself."""
 
 _MAX_ITEM_BYTES = 1 << 30
-"""Longer slices are cut, so that no entry needs the 64-bit form of the zip format."""
+"""Longer slices are cut, so that no entry needs zip's 64-bit form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A box of a tensor, as a rank has written it: with its offsets and sizes, and as a range (`chunk`). `position` and
-    `length` are those of the zip around it in the file."""
+    """A box of a tensor that a rank has written: by offsets and sizes, and as a range (`chunk`). `position` and
+    `length` are those of the zip around it, in the file."""
 
     name: str
     dtype: str
@@ -49,7 +49,7 @@ class Written:
 
 
 def write_file(storage: Storage, directory: str, file: str, pieces: Sequence[Piece]) -> list[Written]:
-    """Writes the pieces, in host memory, box by box."""
+    """Writes the pieces, which are in host memory, box by box."""
     written: list[Written] = []
     with storage.create(directory, file) as stream:
         position = 0
@@ -84,35 +84,36 @@ def _cut(piece: Piece) -> Iterator[Piece]:
 def write_tensor(
     stream: IO[bytes], position: int, data: Tensor, sizes: Sequence[int]
 ) -> tuple[int, tuple[int, ...], int]:
-    """Writes a file as `torch.save` makes it, of a tensor's elements, flat, in host memory.
+    """Writes a tensor's elements, flat in host memory, as the zip file that `torch.save` would make.
 
-    The stream is at `position` of its own file, by which the tensor's bytes are aligned. Returns where they begin,
-    running CRC-32s of their blocks, and the length of it all.
+    `position` is that of the stream in its own file, and the tensor's bytes are aligned to it. Returns the offset of
+    the tensor's bytes, running CRC-32s of their blocks, and the total length.
     """
     content = data.view(torch.uint8).numpy()
-    alone = torch.from_numpy(content).view(data.dtype).view(tuple(sizes))  # over a storage without other tensors
+    alone = torch.from_numpy(content).view(data.dtype).view(tuple(sizes))  # its storage has no other tensors
     description = io.BytesIO()
     _Pickler(description, protocol=2).dump(alone)
     counted, crcs = _Counted(stream), list[int]()
-    with ZipFile(counted, "w") as archive:  # type: ignore[call-overload]  # all that it needs
+    with ZipFile(counted, "w") as archive:  # type: ignore[call-overload]  # it has all methods that ZipFile needs
         archive.writestr(ZipInfo("archive/data.pkl"), description.getvalue())
         archive.writestr(ZipInfo("archive/byteorder"), b"little")
         entry = ZipInfo("archive/data/0")
         entry.file_size = len(content)
         padding = -(position + counted.tell() + _HEADER_BYTES + len(entry.filename)) % _ALIGNMENT
-        entry.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding  # as torch marks it
+        entry.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding  # marked as in torch
         with archive.open(entry, "w") as opened:
             begin, view = counted.tell(), memoryview(content)  # type: ignore[arg-type]  # numpy's stubs
-            # In blocks, so that one is still in the processor's cache when it is written, and the disk begins early.
+            # In blocks, so that a block is still in the processor's cache when it is written, and the disk begins
+            # early.
             for start in range(0, len(view), BLOCK_BYTES):
                 opened.write(view[start : start + BLOCK_BYTES])
-                crcs.append(opened._crc)  # or each byte would be summed twice
+                crcs.append(opened._crc)  # computing it ourselves would sum each byte twice
         archive.writestr(ZipInfo("archive/version"), b"3\n")
     return begin, tuple(crcs), counted.tell()
 
 
 class _Counted:
-    """A stream that cannot seek, and counts from here: an archive in the middle of a file."""
+    """Wraps a stream for an archive in the middle of a file: it cannot seek, and counts from here."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._count = stream, 0
@@ -126,7 +127,7 @@ class _Counted:
         return self._count
 
     def flush(self) -> None:
-        """Not for each tensor."""
+        """Does nothing: flushing for each tensor is slow."""
 
 
 class _Pickler(pickle.Pickler):
@@ -134,13 +135,13 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, TypedStorage):
             kind = getattr(torch, obj._pickle_storage_type())  # type: ignore[no-untyped-call]
             return "storage", kind, "0", "cpu", obj._size()  # type: ignore[no-untyped-call]
-        if isinstance(obj, torch.UntypedStorage):  # of later dtypes
+        if isinstance(obj, torch.UntypedStorage):  # dtypes that came later
             return "storage", torch.UntypedStorage, "0", "cpu", obj.nbytes()
         return None
 
 
 def files_of(written: Iterable[Written]) -> dict[str, int]:
-    """Bytes of each file that ranks have written."""
+    """Returns the bytes of each file that ranks have written."""
     files: dict[str, int] = {}
     for row in written:
         files[row.chunk.file] = max(files.get(row.chunk.file, 0), row.position + row.length)
@@ -148,8 +149,8 @@ def files_of(written: Iterable[Written]) -> dict[str, int]:
 
 
 def entries_of(written: Iterable[Written], empty: Iterable[Piece] = ()) -> dict[str, TensorEntry]:
-    """The manifest's entries for everything that all ranks wrote, and for tensors without elements, of which nothing is
-    written."""
+    """Returns the manifest's entries for everything that all ranks wrote, and for tensors without elements, for which
+    nothing is written."""
     rows: dict[str, list[Written]] = {}
     for row in written:
         rows.setdefault(row.name, []).append(row)

@@ -1,4 +1,4 @@
-"""Ways to carry out collectives over several levels. The two plain ones are here; each further one has a folder. All
+"""Ways to carry out collectives over several levels. The two plain ones are here, and others have a folder each. All
 have a line in `zeromesh.strategy.collective.HOMES`."""
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ from zeromesh.schedule.transfer import Transfer
 from zeromesh.strategy import Collective, Layout
 
 if TYPE_CHECKING:
-    from zeromesh.comm.exchange import Step  # imports torch, and simulations do without
+    from zeromesh.comm.exchange import Step  # imports torch, which simulations do not need
 
 
 class ByLevel(Collective):
-    """A way that the engine runs: one step after the other, or two neighbours at once."""
+    """A collective that the engine can run: one step after the other, or two neighbouring steps at once."""
 
     by_level = True
 
     def grouped(self, route: Route, *, messages: bool) -> tuple[tuple[Transfer, ...], ...]:
-        """The steps of one flat buffer's route as they are carried out, by exchanging `messages` or not: two that run
-        at once stand together."""
+        """Returns the steps of one flat buffer's route as they run; steps that run at once are grouped. `messages` says
+        whether the transports exchange messages."""
         return tuple((step,) for step in route.steps)
 
     def bind(self, route: Route, steps: Sequence[Step]) -> tuple[Step, ...]:
-        """The same with those that run at once joined, of the steps of `route` bound to their tensors one by one."""
+        """Takes the steps of `route`, bound to their tensors one by one, and joins those that run at once."""
         return tuple(steps)
 
 
 def runnable(layout: Layout) -> ByLevel:
     found = layout.collective
-    assert isinstance(found, ByLevel)  # `Layout.require_runnable`
+    assert isinstance(found, ByLevel)  # `Layout.require_runnable` checks it
     return found
 
 
 class Flat(Collective):
-    """One ring over all ranks, or a tree for an all-reduce."""
+    """One ring over all ranks; for an all-reduce, a ring or a tree."""
 
     name = "flat"
     costs = "zeromesh.collectives.costs:FlatCost"
 
 
 class Hierarchical(ByLevel):
-    """Level by level, the outermost one carrying pieces of 1/(ranks inside), each level waiting for the one before."""
+    """Level by level, each after the one before. The outermost level carries pieces of 1/(ranks inside)."""
 
     name = "hierarchical"
     costs = "zeromesh.collectives.costs:HierarchicalCost"

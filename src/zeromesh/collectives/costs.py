@@ -1,4 +1,4 @@
-"""Costs of collectives over several levels: all levels at once, or one after the other."""
+"""Costs of collectives over several levels: all levels in one ring, or one level after the other."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from zeromesh.cost.group import Group
 
 
 class FlatCost(JointCost):
-    """Costs of one ring over all ranks, or of a tree for an all-reduce."""
+    """Costs of one ring over all ranks; for an all-reduce, of a ring or a tree."""
 
     def joint_cost(self, group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
         return collective_cost(group, operation, full_bytes, constants)
 
 
 class HierarchicalCost(JointCost):
-    """The outermost level carries pieces of 1/(ranks inside), and each level waits for the one before."""
+    """Costs of level after level. The outermost level carries pieces of 1/(ranks inside)."""
 
     def joint_cost(self, group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
         if len(group.hops) <= 1:
@@ -23,6 +23,6 @@ class HierarchicalCost(JointCost):
         inner, outer = group.inner(), group.outermost()
         piece = full_bytes if operation == "broadcast" else full_bytes / inner.size
         across = collective_cost(outer, operation, piece, constants)
-        # An all-reduce scatters inside, sums the pieces across, and gathers inside.
+        # An all-reduce scatters inside, all-reduces the pieces across, and gathers inside.
         inside: tuple[Operation, ...] = ("reduce_scatter", "all_gather") if operation == "all_reduce" else (operation,)
         return one_after_another(across, *(self.joint_cost(inner, op, full_bytes, constants) for op in inside))

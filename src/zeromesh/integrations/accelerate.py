@@ -1,6 +1,6 @@
 """Hugging Face's Accelerator over sharded models.
 
-`prepare` shards every model that it is given, and gives the optimizers that were made of their parameters the shards.
+`prepare` shards every model that it is given. Optimizers that were made from the model's parameters get the shards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from zeromesh.sharding.value import Sharding
 require_known("accelerate")
 
 STATES = "zeromesh_{}"
-"""The directory, in one of `save_state`, that holds a model and its optimizers, by the model's number."""
+"""The directory, inside one that `save_state` writes, of a model and its optimizers, by the model's number."""
 
 
 PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
@@ -49,13 +49,13 @@ OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGAT
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does not follow accelerate
-    """Accelerate's Accelerator with one argument more.
+    """Accelerate's Accelerator with one more argument.
 
     Args:
-        sharding: how. Where it says no `param_dtype`, `mixed_precision` does.
+        sharding: how models are sharded. If it has no `param_dtype`, `mixed_precision` sets it.
 
     Raises:
-        InputError: the arguments, or the file of `accelerate config`, ask for another way of sharding too.
+        InputError: the arguments, or the file of `accelerate config`, also ask for another way of sharding.
     """
 
     _models: list[nn.Module]
@@ -71,7 +71,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         self.sharding = sharding
         self._sharding: Sharding | None = None
         self._shards: Any = WeakIdKeyDictionary()
-        """By parameter of a model before it was sharded, its shard."""
+        """The shard of each parameter, by the parameter that the model had before."""
         refuse([kind.value for kind in OTHERS if self.state.distributed_type == kind])
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
             refuse(["dynamo_backend"], "compile the model's blocks before, with their compile()")
@@ -82,7 +82,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         for model in args:
-            if isinstance(model, nn.Module):  # ahead of its optimizer, wherever that stands
+            if isinstance(model, nn.Module):  # before its optimizer, in whichever order they are given
                 self.prepare_model(model)
         return super().prepare(*args, device_placement=device_placement)
 
@@ -94,7 +94,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
             if self._sharding is None:
                 self._sharding = with_mixed_precision(self.sharding, self.mixed_precision).on(self.device.type)
             self._shards.update(shard_model(self._sharding, model))
-        # Autocast alone: no DistributedDataParallel, and shards are where the mesh is.
+        # This adds autocast only: DistributedDataParallel is not needed, and shards are on the mesh's devices already.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # type: ignore[no-any-return]
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
@@ -108,7 +108,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
     # ---- saving and loading
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Whole tensors, on the first rank's CPU; empty on the others. All ranks call it."""
+        """Returns whole tensors on the first rank's CPU, and an empty dict on other ranks. All ranks call it."""
         state: dict[str, Any] = full_state_dict(model)
         return state
 
@@ -119,16 +119,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Each rank writes its slices. All ranks call it, with a directory that all see."""
+        """Each rank writes its slices. All ranks call it, with a directory that all of them see."""
         if not safe_serialization:
             raise InputError("a sharded model is saved as safetensors: leave out safe_serialization=False")
         most = convert_file_size_to_int(max_shard_size)
-        save_safetensors(model, save_directory, max_file_bytes=most, save_original_format=False)  # as accelerate's
+        save_safetensors(model, save_directory, max_file_bytes=most, save_original_format=False)  # its default
 
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
     ) -> Any:
-        """Accelerate's, with models and optimizers as `zm.Checkpoints`, which load under any layout."""
+        """Saves as Accelerate does, but models and optimizers as `zm.Checkpoints`, which load under any layout."""
         with self._without_shards():
             where = super().save_state(output_dir, safe_serialization, **options)
         for _, checkpoints in self._checkpoints(where):
@@ -140,7 +140,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        """Accelerate's, on any number of ranks and under any strategy."""
+        """Loads as Accelerate does, but on any number of ranks and under any strategy."""
         found: list[Any] = []
         hook = self.register_load_state_pre_hook(lambda _, where: found.append(where))
         try:
@@ -151,12 +151,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
         for directory, checkpoints in self._checkpoints(found[0]):
             with checkpoints:
                 checkpoints.load(directory, random_states=False)  # accelerate has set those
-        for model in self._models:  # accelerate keeps steps in files of ranks, of which there may have been fewer
+        for model in self._models:  # accelerate keeps steps in one file per rank; fewer ranks may have saved
             self.step = engine_of(model).control.say(self.step)
 
     @contextmanager
     def _without_shards(self) -> Iterator[None]:
-        """Accelerate's own saving would write the first rank's slices for everyone's."""
+        """Hides models and optimizers from Accelerate's own saving, which would write the first rank's slices for all
+        ranks."""
         names = ("_models", "_optimizers", "_custom_objects")
         held = {name: getattr(self, name) for name in names}
         self.__dict__.update(_models=[], _optimizers=[], _custom_objects=[*map(Registered, held["_custom_objects"])])

@@ -1,6 +1,6 @@
 """A callback for every Trainer over a sharded model, which treats faults as `zeromesh train` does.
 
-A Trainer has no way back from a step, so there is no roll back: start it again with `resume_from_checkpoint`.
+A Trainer has no way back from a step, so it cannot roll back. Start it again with `resume_from_checkpoint`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Faults(TrainerCallback):  # type: ignore[misc]  # mypy does not follow tra
 
     Args:
         nonfinite: "stop" raises, "skip" leaves the optimizer step out.
-        nonfinite_in_a_row: skipped steps without a good one between them, at most.
-        nonfinite_in_all: skipped steps in the run, at most.
-        digest_every: steps between comparisons of replicas, and one before each checkpoint; 0 never compares.
+        nonfinite_in_a_row: how many steps in a row may be skipped.
+        nonfinite_in_all: how many steps of the run may be skipped.
+        digest_every: steps between comparisons of replicas; 0 for none. Each checkpoint is preceded by one more.
 
     Raises:
         NonFiniteError, MismatchError: on all ranks, from `trainer.train()`.
@@ -65,7 +65,7 @@ class Faults(TrainerCallback):  # type: ignore[misc]  # mypy does not follow tra
         except NonFiniteError:
             self._noticing.close()
             raise
-        zero_grad(model)  # parameters without a gradient are passed over
+        zero_grad(model)  # optimizers pass over parameters without a gradient
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:
         reduce = engine_of(model).control.reduce

@@ -1,4 +1,4 @@
-"""Runs that go on: after a signal, after a loss that is not finite, and on another number of ranks. Torch-free.
+"""Runs that continue after a signal, after a loss that is not finite, and on another number of ranks. Torch-free.
 
 `zeromesh train` and the Trainer's callback (`zeromesh.integrations.callback`) share this module.
 """
@@ -29,19 +29,19 @@ Remedy = Literal["stop", "skip", "rollback"]
 
 
 def resize_mesh(mesh: Mapping[str, int], world: int, strategy: str | None) -> dict[str, int]:
-    """The mesh with the same axes for `world` ranks.
+    """Returns the mesh with the same axes for `world` ranks.
 
-    Inner axes have the fast links, so they keep as much of their size as divides: from the innermost on, each takes the
-    largest divisor of the rest that its size allows, and the outermost takes the rest. If the strategy does not fit
-    (`node[4]=3,node[*]=1`), the next largest divisor is tried.
+    Inner axes have the fast links, so they keep as much of their size as possible. From the innermost on, each axis
+    takes the largest divisor of the remaining ranks that is not above its size; the outermost takes the rest. If the
+    strategy does not fit (`node[4]=3,node[*]=1`), the next largest divisor is tried.
 
     >>> resize_mesh({"cluster": 4, "node": 8}, 24, "node=3,cluster=1")
     {'cluster': 3, 'node': 8}
 
-    The strategy is in the notation, or a preset's name; None if it is chosen after the mesh.
+    `strategy` is in the notation, or a preset's name; None if it is chosen after the mesh.
 
     Raises:
-        MeshError: the strategy fits no mesh of `world` ranks; says why the first does not fit.
+        MeshError: the strategy fits no mesh of `world` ranks. The message says why the first mesh does not fit.
     """
     names, sizes = list(mesh)[::-1], list(mesh.values())[::-1]
     reason: InputError | None = None
@@ -58,7 +58,7 @@ def resize_mesh(mesh: Mapping[str, int], world: int, strategy: str | None) -> di
 
 
 def mesh_text(mesh: Mapping[str, int]) -> str:
-    """Sizes by axis, outermost first.
+    """The sizes by axis, outermost first, as text.
 
     >>> mesh_text({"cluster": 2, "node": 8})
     'cluster=2 x node=8'
@@ -67,7 +67,7 @@ def mesh_text(mesh: Mapping[str, int]) -> str:
 
 
 def _candidates(sizes: Sequence[int], world: int) -> Iterator[tuple[int, ...]]:
-    """Sizes, innermost first, whose product is `world`; the preferred ones first."""
+    """Yields sizes, innermost first, whose product is `world`; preferred ones first."""
     if len(sizes) == 1:
         yield (world,)
         return
@@ -79,17 +79,18 @@ def _candidates(sizes: Sequence[int], world: int) -> Iterator[tuple[int, ...]]:
 
 # ---- signals
 
-# Added to by the handler and read between steps: collectives are under way when a signal comes, and all ranks must end
-# after the same step.
+# The handler appends here and the loop looks between steps: a signal comes while collectives run, and all ranks must
+# end after the same step.
 _came: list[int] = []
 _acts: list[Callable[[], None]] = []  # called by the handler
 
 
 @contextmanager
 def noticing(*numbers: int, twice: bool = False) -> Iterator[None]:
-    """Notes signals instead of ending the process. Does nothing outside the main thread, which alone gets signals.
+    """Notes signals instead of ending the process. Does nothing outside the main thread: only that thread gets signals.
 
-    A second one raises SystemExit if `twice`: a rank that a launcher started may get one signal from several senders.
+    A second signal raises SystemExit if `twice`. A rank that a launcher started must not: several senders may each send
+    it one signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -99,7 +100,7 @@ def noticing(*numbers: int, twice: bool = False) -> Iterator[None]:
         if twice and _came:
             sys.exit(128 + number)
         if twice:
-            start = "\n" * (number == signal.SIGINT)  # behind the terminal's ^C
+            start = "\n" * (number == signal.SIGINT)  # on a new line after the terminal's ^C
             os.write(2, f"{start}zeromesh: ending after this step, and saving; a second signal ends at once\n".encode())
         _came.append(number)
         for act in _acts:
@@ -116,7 +117,7 @@ def noticing(*numbers: int, twice: bool = False) -> Iterator[None]:
 
 @contextmanager
 def when_asked(act: Callable[[], None]) -> Iterator[None]:
-    """Calls `act` when a signal comes inside; at once if one has come already, since `noticing` began."""
+    """Calls `act` when a signal comes inside, or immediately if one has come since `noticing` began."""
     _acts.append(act)
     try:
         if asked_by():
@@ -138,8 +139,8 @@ def asked_by() -> int:
 class NonFinite:
     """Counts the steps of a run whose loss or gradient norm is not finite, and treats each as `remedy` says.
 
-    [Note: Batches] The batch of a step follows from its number and `left_out` alone. A roll back leaves out the batches
-    since the checkpoint: the step after the checkpoint takes the batch behind the one that failed.
+    [Note: Batches] A step's number and `left_out` determine its batch. A roll back leaves out the batches since the
+    checkpoint: the step after the checkpoint takes the batch behind the one that failed.
 
     "stop" raises, "skip" leaves the optimizer step out, "rollback" loads the newest checkpoint.
     """
@@ -161,8 +162,8 @@ class NonFinite:
         self.in_a_row = 0
 
     def judge(self, fault: str) -> Remedy:
-        """Counts a bad step; `fault` names it, and the number that was not finite. Raises NonFiniteError if the remedy
-        is to stop, or a bound is exceeded."""
+        """Counts a bad step. `fault` describes it for the message. Raises NonFiniteError if the remedy is to stop, or a
+        bound is exceeded."""
         self.in_a_row += 1
         if self.remedy == "stop":
             raise NonFiniteError(
@@ -183,7 +184,7 @@ class NonFinite:
         return self.remedy
 
     def rolled_back(self, step: int, to: int) -> str:
-        """Notes that `step` failed and the run goes on from step `to` (both count the steps before), and says so."""
+        """Notes that `step` failed and the run goes on from step `to`, both counted from 0, and returns a message."""
         self.rollbacks += 1
         self.left_out += step + 1 - to
         return (
@@ -192,7 +193,7 @@ class NonFinite:
         )
 
     def summary(self) -> str:
-        """Lines on skipped steps; empty if there were none."""
+        """Returns lines on skipped steps; empty if there were none."""
         text = f"\n{self.skipped} steps were skipped: their loss or gradient was not finite" if self.skipped else ""
         if self.rollbacks:
             text += f"\nrolled back {self.rollbacks} times; {self.left_out} batches were left out"
@@ -202,7 +203,7 @@ class NonFinite:
         return {name: getattr(self, name) for name in _COUNTS}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes the counts of a checkpoint; one that it lacks becomes 0."""
+        """Takes the counts of a checkpoint; a count that it lacks becomes 0."""
         for name in _COUNTS:
             setattr(self, name, int(state.get(name, 0)))
 

@@ -1,4 +1,4 @@
-"""A sharded model to and from Hugging Face's safetensors files."""
+"""Saves a sharded model to Hugging Face's safetensors files, and loads it from them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save_safetensors(
     """Writes a sharded model for Hugging Face's `from_pretrained`. All ranks call it, and each writes its shard.
 
     A tied parameter is written once, under its first name. A model with a `config` gets its `config.json`. A model of
-    transformers is written as that library writes it: renamed, with packed experts apart.
+    transformers is written as that library writes it: under that library's names for files, with packed experts split.
 
     Args:
         model: a sharded model.
@@ -60,10 +60,10 @@ def save_safetensors(
         pieces += param_rows(buffer)
     for name, value in persistent_buffers(model):
         specs.append(Spec(name=name, shape=tuple(value.shape), dtype=written_dtype(dtype, value.dtype)))
-        unsharded = whole(name, value)  # which raises on all ranks
+        unsharded = whole(name, value)  # raises on all ranks
         pieces += [unsharded] if peers.rank == 0 else []
     if peers.rank == 0:
-        with suppress(OSError):  # it comes again, with a message, at the first file
+        with suppress(OSError):  # the first file fails in the same way, with a message
             location.mkdir(parents=True, exist_ok=True)
             if save_config := getattr(getattr(model, "config", None), "save_pretrained", None):
                 save_config(location)
@@ -76,7 +76,7 @@ def save_safetensors(
 
 
 def written_dtype(asked: torch.dtype | None, own: torch.dtype) -> torch.dtype:
-    """The dtype in which values are written; codes, also fp8's, keep theirs."""
+    """The dtype in which values are written. Integer and fp8 tensors keep their own."""
     return asked if asked is not None and own in DTYPE_NAMES else own
 
 
@@ -84,7 +84,8 @@ def written_dtype(asked: torch.dtype | None, own: torch.dtype) -> torch.dtype:
 def load_safetensors(model: nn.Module, location: str | os.PathLike[str]) -> None:
     """Fills a sharded model from a safetensors file or a Hugging Face model's directory. Each rank reads its shard.
 
-    Files of a model of transformers may have the names and shapes of its state dict, or those that it is published in.
+    If the model is one of transformers, the files may have the names and shapes of its state dict or of its published
+    files.
 
     Raises:
         CheckpointError: on all ranks, if names are missing or unknown, or a shape or a kind of number differs (nothing

@@ -1,4 +1,4 @@
-"""Causal language models of transformers, as `zeromesh train` and its rehearsals make them before they are sharded."""
+"""Causal language models of transformers, as `zeromesh train` and its rehearsals make them before sharding."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def causal_language_model(
     activation_checkpointing: str = "none",
     values: bool = True,
 ) -> nn.Module:
-    """A causal language model on the default device, with random values or those of `pretrained`.
+    """Makes a causal language model on the default device, with random values or those of `pretrained`.
 
     Args:
-        vocab_size: of the tokenizer; the model's may be larger.
+        vocab_size: the tokenizer's; the model's may be larger.
         config: the keys of a Hugging Face config.json, or its path, for a new model.
-        pretrained: the directory of a model, for one that goes on.
-        trainable: "all"; "lora:RANK" for PEFT's adapters on every linear layer of the blocks; or patterns of names of
-            parameters. All others are frozen.
-        activation_checkpointing: of the blocks: "none", "full" or "selective".
-        values: True if those of `pretrained` are read when the model is sharded.
+        pretrained: the directory of a model to continue from.
+        trainable: "all"; "lora:RANK" for PEFT's adapters on every linear layer of the blocks; or patterns of parameter
+            names. Other parameters are frozen.
+        activation_checkpointing: how the blocks recompute: "none", "full" or "selective".
+        values: True to read the values of `pretrained` when the model is sharded.
 
     Raises:
         ConfigError: transformers or PEFT is missing, the configuration is unknown or invalid, its vocabulary too small,
@@ -66,8 +66,8 @@ def causal_language_model(
 
 @torch.no_grad()
 def continuation(model: Any, tokenizer: Tokenizer, prompt: str, most: int) -> str:
-    """The most likely continuation of `prompt`, of at most so many tokens, by a sharded model with its `generate`, in
-    evaluation mode; all ranks call it, and find the same."""
+    """Continues `prompt` by at most `most` tokens, always the likeliest. The sharded `model` must be in evaluation
+    mode. All ranks call this and get the same text."""
     start = tokenizer.encode([prompt.encode()])[0].tolist()
     inputs = torch.tensor([start[:-1] if start[-1] == tokenizer.end else start], device=model.device)
     found = model.generate(
@@ -82,7 +82,7 @@ def continuation(model: Any, tokenizer: Tokenizer, prompt: str, most: int) -> st
 
 
 def require_pretrained(directory: Path | None) -> None:
-    """Raises ConfigError for a `model.pretrained` that holds no model."""
+    """Raises ConfigError if `model.pretrained` is a directory that holds no model."""
     if directory is not None and not any(directory.glob("*.safetensors")):
         found = "has no safetensors file" if directory.is_dir() else "is no directory"
         raise ConfigError(
@@ -92,9 +92,10 @@ def require_pretrained(directory: Path | None) -> None:
 
 
 def seed_of_rank(seed: int, rank: int, model: nn.Module) -> int:
-    """The seed of a rank's random numbers while it trains: not the weights' seed, and another one on each rank.
+    """The seed for a rank's random numbers in training: different from the weights' seed, and on each rank.
 
-    Models that skip layers at random must skip the same ones on all ranks, which gather a layer's parameters together.
+    But models that skip layers at random get one seed on all ranks. They must skip the same layers everywhere, since
+    all ranks gather a layer's parameters together.
     """
     options = vars(getattr(model, "config", None) or model)
     skips = any(name.endswith("layerdrop") and value for name, value in options.items())
@@ -119,7 +120,7 @@ def _fresh(config: Path | Mapping[str, Any] | None, vocab_size: int) -> nn.Modul
         raise ConfigError(f"model.config.model_type must be one that transformers knows; got {model_type!r}; {clause}")
     known = set(AutoConfig.for_model(model_type).to_dict())
     unknown = [key for key in fields if key not in known]
-    if unknown and given is config:  # typed by hand: a published config.json has keys of other versions
+    if unknown and given is config:  # typed by hand; a published config.json may have keys of other versions
         raise ConfigError(f"unknown key model.config.{unknown[0]} for {model_type}; {nearest(unknown[0], known)}")
     # Ids of a published vocabulary's first and last token mean nothing under another tokenizer, and may lie outside it.
     ids = dict.fromkeys({"bos_token_id", "eos_token_id", "pad_token_id"} & known)
@@ -131,7 +132,7 @@ def _fresh(config: Path | Mapping[str, Any] | None, vocab_size: int) -> nn.Modul
 
 
 def _pretrained(directory: Path, vocab_size: int, *, values: bool) -> nn.Module:
-    """In the dtype that its configuration names, else fp32, so it is the same on all ranks."""
+    """Uses the dtype that the configuration names, else fp32, so that it is the same on all ranks."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from zeromesh.integrations.loading import from_pretrained
@@ -176,7 +177,7 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    with warnings.catch_warnings():  # PEFT reads a property by the name that it had before
+    with warnings.catch_warnings():  # PEFT reads a property by its old name
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         found: nn.Module = get_peft_model(model, adapters)
     return found

@@ -1,7 +1,7 @@
 """Strategies for Lightning's Trainer and for Fabric that shard models.
 
-Processes, devices and samplers are as Lightning's DDP strategies have them. A checkpoint is a directory: models and
-optimizers as `zm.Checkpoints`, which load on any ranks and under any strategy, and the rest in one file.
+Processes, devices and samplers are those of Lightning's DDP strategies. A checkpoint is a directory. It has models and
+optimizers as `zm.Checkpoints`, which load on any ranks and under any strategy, and all else in one file.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ from zeromesh.sharding.value import Sharding
 require_known("lightning")
 
 AVERAGES = frozenset({"WeightAveraging", "StochasticWeightAveraging"})
-"""Lightning's callbacks that average weights, and their subclasses; some versions have one of them only."""
+"""Lightning's callbacks that average weights, and their subclasses. Some versions have only one of the two."""
 
 REST = "rest"
-"""In the state of a model's checkpoint: the name of the file with all that is neither model nor optimizer."""
+"""Key in the state of a model's checkpoint. Its value is the name of the file with all that is neither model nor
+optimizer."""
 
 MODEL = "model"
-"""The directory, in a checkpoint of the Trainer's, of the module and its optimizers."""
+"""The directory, in a checkpoint of the Trainer, of the module and its optimizers."""
 
 OPTIONS = (
     "accelerator",
@@ -66,7 +67,7 @@ OPTIONS = (
     "timeout",
     "start_method",
 )
-"""Those of Lightning's DDP strategies that are not about DistributedDataParallel or files."""
+"""Options of Lightning's DDP strategies that are not about DistributedDataParallel or files."""
 
 
 def _require_options(options: Mapping[str, Any]) -> None:
@@ -75,7 +76,7 @@ def _require_options(options: Mapping[str, Any]) -> None:
 
 
 def _require_no_averages(callbacks: Iterable[object]) -> None:
-    """Lightning's callbacks that average weights copy the module before it is sharded."""
+    """Raises InputError for Lightning's callbacks that average weights: they copy the module before it is sharded."""
     for callback in callbacks:
         if AVERAGES.intersection(kind.__name__ for kind in type(callback).__mro__):
             raise InputError(
@@ -91,8 +92,8 @@ def _sharding_of(sharding: Sharding, precision: str, device: torch.device) -> Sh
     return with_mixed_precision(sharding, "fp16" if mixed == "16" else mixed).on(device.type)
 
 
-# ---- a checkpoint: a directory of `zm.Checkpoints` for each model, and one file, which their states name. Written
-# ---- over, it is the old one or the new one whenever it is killed, or, of several models, says that it is neither.
+# ---- a checkpoint: a directory of `zm.Checkpoints` for each model, and one file that their states name. If saving over
+# an old checkpoint is interrupted, one of the two is intact; with several models, loading may say that neither is.
 
 
 def _save(
@@ -106,7 +107,7 @@ def _save(
     first: bool,
 ) -> None:
     held = _held(models, optimizers)
-    whole = whole_state(rest)  # a moving average, say
+    whole = whole_state(rest)  # a moving average, say, may be in slices
     if first:
         directory.mkdir(parents=True, exist_ok=True)
         torch.save(whole, directory / name)
@@ -128,7 +129,7 @@ def _load(
         restored = checkpoints_of(directory / key, models[key], own).load(
             directory / key, optimizers=bool(own), random_states=bool(own)
         )
-        assert restored is not None  # of a path
+        assert restored is not None  # None is for other calls, without a path
         names.add(restored.state.get(REST))
     if len(names) > 1 or not (directory / str(*names)).is_file():
         raise CheckpointError(
@@ -143,7 +144,7 @@ def _load(
 
 
 def _held(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, list[Optimizer]]:
-    """By model, the optimizers that update it."""
+    """Returns, by model, the optimizers that update it."""
     held = {name: [one for one in optimizers if engine_of(model) in by_engine(one)] for name, model in models.items()}
     if not all(any(one in own for own in held.values()) for one in optimizers):
         raise InputError("an optimizer is saved and loaded with the model that it updates: give that model too")
@@ -151,7 +152,7 @@ def _held(models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> d
 
 
 def _given(weights_only: bool | None) -> dict[str, bool]:
-    """The option, which Lightning has from 2.6 on, where somebody gives it."""
+    """Passes the option on if it was given: Lightning has it from 2.6 on."""
     return {} if weights_only is None else {"weights_only": weights_only}
 
 
@@ -167,14 +168,14 @@ class _SyncControl(_BackwardSyncControl):  # type: ignore[misc]  # mypy does not
 
 
 class FabricStrategy(FabricDDP):  # type: ignore[misc]
-    """For `lightning.Fabric`.
+    """Strategy for `lightning.Fabric`.
 
     Args:
-        sharding: how. Where it says no `param_dtype`, Fabric's precision does.
-        options: of Lightning's DDPStrategy: cluster_environment, process_group_backend, timeout, start_method ...
+        sharding: how models are sharded. If it has no `param_dtype`, Fabric's precision sets it.
+        options: for Lightning's DDPStrategy: cluster_environment, process_group_backend, timeout, start_method ...
 
     Raises:
-        InputError: an option that is about DistributedDataParallel.
+        InputError: an option configures DistributedDataParallel.
     """
 
     def __init__(self, *, sharding: Sharding, **options: Any) -> None:
@@ -211,7 +212,7 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
         return clip_grads(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Not the whole of it: its shards will be there."""
+        """Does not move whole tensors if there is a mesh: shards will be on its devices."""
         if self.sharding.mesh is None:
             super().module_to_device(module)
 
@@ -230,7 +231,7 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         models, optimizers, rest = _sorted(state)
-        if not models and not optimizers:  # state dicts, say: a file as any strategy writes it
+        if not models and not optimizers:  # state dicts, say, go to a file as any strategy writes it
             super().save_checkpoint(path, whole_state(state), storage_options, filter)
             return
         if storage_options is not None or filter is not None:
@@ -243,9 +244,10 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Returns entries that were saved beside models and optimizers and that `state` does not ask for."""
+        """Loads into `state`. Returns the saved entries other than models and optimizers that `state` does not ask
+        for."""
         directory = _directory(self.broadcast(path))
-        if self.broadcast(directory.is_file()):  # with whole tensors
+        if self.broadcast(directory.is_file()):  # a file has whole tensors
             return super().load_checkpoint(path, state, strict, **_given(weights_only))  # type: ignore[no-any-return]
         if not isinstance(state, dict) or not any(isinstance(value, nn.Module) for value in state.values()):
             raise InputError("to load a checkpoint of sharded models give the dict of what was saved: {'model': model}")
@@ -264,7 +266,7 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
 
 
 def _sorted(state: Mapping[str, Any]) -> tuple[dict[str, nn.Module], list[Optimizer], dict[str, Any]]:
-    """Models by name, optimizers, and all else as it is saved."""
+    """Splits `state` into models by name, optimizers, and the rest in the form in which it is saved."""
     models = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
     optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
     others = {name: value for name, value in state.items() if not isinstance(value, nn.Module | Optimizer)}
@@ -273,14 +275,14 @@ def _sorted(state: Mapping[str, Any]) -> tuple[dict[str, nn.Module], list[Optimi
 
 
 class Strategy(TrainerDDP):  # type: ignore[misc]
-    """For `lightning.Trainer`. The LightningModule is sharded as a whole, after its `configure_model`.
+    """Strategy for `lightning.Trainer`. The LightningModule is sharded as a whole, after its `configure_model`.
 
     Args:
-        sharding: how. Where it says no `param_dtype`, the Trainer's precision does.
-        options: of Lightning's DDPStrategy: cluster_environment, process_group_backend, timeout, start_method ...
+        sharding: how the module is sharded. If it has no `param_dtype`, the Trainer's precision sets it.
+        options: for Lightning's DDPStrategy: cluster_environment, process_group_backend, timeout, start_method ...
 
     Raises:
-        InputError: an option that is about DistributedDataParallel.
+        InputError: an option configures DistributedDataParallel.
     """
 
     model: Any
@@ -313,22 +315,23 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
                 self.model_to_device()
             sharding = _sharding_of(self.sharding, self.precision_plugin.precision, self.root_device)
             shard_model(sharding, self.model)
-            if not self.model.automatic_optimization:  # a step calls parts, and each such call is a forward
+            if not self.model.automatic_optimization:  # a step calls child modules, each as a forward of its own
                 engine = engine_of(self.model)
                 parts = [part for part in self.model.children() if part not in engine.called]
                 install(engine, 0, parts, engine.precision.param, alone=True)
-            _update_properties(self.model, device=self.root_device)  # the answer of `self.device` in it
+            _update_properties(self.model, device=self.root_device)  # so that the module's `self.device` is right
             self._own = self.model
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                check_optimizer(optimizer)  # ahead of the first step, which would
+                check_optimizer(optimizer)  # raises now, not at the first step
         self.setup_precision_plugin()
         plugin = self.precision_plugin
         plugin.clip_grad_by_norm = lambda optimizer, most: clip_grads(plugin.main_params(optimizer), most)
 
     def teardown(self) -> None:
-        """Does nothing: Lightning would move slices to the host, which must stay on their device."""
+        """Tears down all but the model: Lightning would move its slices to the host, and they must stay on their
+        device."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -336,13 +339,13 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
     # ---- steps
 
     def _require_as_many_batches(self) -> None:
-        """Raises InputError on all ranks: those with more batches would wait for ever. Lightning's sampler for
-        predictions gives some ranks fewer, since it repeats no samples."""
+        """Raises InputError on all ranks if they have different numbers of batches: those with more would wait for
+        ever. Lightning's sampler for predictions gives some ranks fewer, since it repeats no samples."""
         engine = engine_of(self.model)
         if not engine.schedule.shards_params:
             return
         batches = sum(self.lightning_module.trainer._active_loop.max_batches)
-        own = int(batches) if math.isfinite(batches) else 0  # of a loader without length
+        own = int(batches) if math.isfinite(batches) else 0  # a loader without length counts as 0
         most, fewest = engine.control.agree([own, -own])
         if most != -fewest:
             raise InputError(
@@ -359,19 +362,19 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
             yield
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """The last micro-batch ahead of the optimizer's step, which looks whether its gradients have been reduced."""
+        """Runs the last micro-batch before the optimizer's step, which checks that gradients have been reduced."""
         result = closure()
         return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
 
     def _step(self, name: str, context: str, *args: Any, **kwargs: Any) -> Any:
-        """A step, in a context of the precision plugin's, is a forward of the whole module, whose own parameters are
-        gathered for it; one that the module optimises itself is a method, since it has backwards and optimizers' steps
-        inside."""
+        """Runs a step, in the precision plugin's context, as a forward of the whole module, so that the module's own
+        parameters are gathered. With manual optimization it runs as a method, since backwards and optimizer steps
+        happen inside it."""
         module = self.lightning_module
         forward = module.forward
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            module.forward = forward  # which the step may call
+            module.forward = forward  # the step may call it
             return getattr(module, name)(*args, **kwargs)
 
         with getattr(self.precision_plugin, context)():
@@ -392,7 +395,7 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: `save_checkpoint` saves the model itself."""
+        """Returns nothing: `save_checkpoint` saves the model itself."""
         return {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -415,7 +418,7 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         if self._loaded_ours:
             trained = trainer.state.fn == TrainerFn.FITTING
             found = _load(directory, {MODEL: self.model}, self.optimizers if trained else (), weights_only)
-        else:  # a file of another strategy's, with whole tensors
+        else:  # a file of another strategy, with whole tensors
             found = super().load_checkpoint(directory, **_given(weights_only))
         states = found.get("callbacks", {})
         for callback in trainer.callbacks:

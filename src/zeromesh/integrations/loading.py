@@ -1,7 +1,7 @@
-"""Models of transformers whose values are read where they are sharded, each rank its own slices.
+"""Models of transformers whose values are read when they are sharded: each rank reads its own slices.
 
-It is the model of transformers' `from_pretrained`, on the meta device: the same class, dtype and names, weights
-renamed and packed alike, the same generation settings.
+A model is as `from_pretrained` of transformers makes it, but on the meta device. It has the same class, dtype, names
+and generation settings, and its weights are renamed and packed in the same way.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ require_known("transformers")
 def from_pretrained(
     kind: Any, directory: str | os.PathLike[str], *, dtype: torch.dtype | str | None = None, **options: Any
 ) -> Any:
-    """Makes a transformers model on the meta device, whose values each rank reads when the model is sharded.
+    """Makes a transformers model on the meta device. Each rank reads its values when the model is sharded.
 
     No rank ever holds more than its shard and one unit. Add adapters and shard the model like any other. Code that
     reads values earlier loads those tensors whole. Rank 0 initialises tensors that are in no file (a new head), with a
@@ -50,11 +50,11 @@ def from_pretrained(
     Args:
         kind: `AutoModelForCausalLM`, `LlamaForCausalLM` or another class with `from_pretrained`.
         directory: a directory with `config.json` and safetensors, which all ranks see.
-        dtype: dtype of the parameters. Default, or "auto": the configuration's, else that of the files.
+        dtype: dtype of the parameters. Default, or "auto": that of the configuration, else that of the files.
         options: options of the model's configuration, and `config` or `attn_implementation`.
 
     Raises:
-        InputError: it is not the directory of a model, or the model is quantised.
+        InputError: the directory holds no model, or the model is quantised.
         CheckpointError: a file is damaged, or of an unsupported kind.
         ModelError: the files do not fit the model.
     """
@@ -72,7 +72,7 @@ def from_pretrained(
     sources, missing, unexpected = _plan(model, stored)
     for name, param in model.named_parameters(remove_duplicate=False):
         if name in sources:
-            param._is_hf_initialized = True  # transformers then leaves it alone
+            param._is_hf_initialized = True  # so that transformers does not initialise it
     make_lazy(model, sources, str(location))
     if missing or unexpected:
         parts = [f"{what} {', '.join(names[:8])}" + " and others" * (len(names) > 8) for what, names in (
@@ -121,18 +121,18 @@ def _build(kind: Any, location: Path, dtype: torch.dtype, *, explicit: bool, **o
 
 @dataclass(slots=True, kw_only=True)
 class _Target:
-    """A tensor of the model to be filled, or several that one operation makes."""
+    """A tensor of the model to be filled, or several tensors that one operation makes together."""
 
     converter: Any
     names: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
 def _plan(model: Any, stored: Mapping[str, Stored]) -> tuple[dict[str, FileSource], list[str], list[str]]:
-    """(sources by name, names without one, names in the files for which the model has no place), as transformers loads
-    them."""
+    """Returns the sources by name, the names without a source, and names in the files that have no place in the model.
+    The matching is that of transformers."""
     empty, mapping = dict(model.state_dict()), get_model_conversion_mapping(model)
     sources, unexpected = sources_of(model, stored, empty, mapping)
-    model._weight_conversions = [entry for entry in mapping if entry.was_used()]  # to save it so
+    model._weight_conversions = [entry for entry in mapping if entry.was_used()]  # saving undoes these
     _require_fit(sources, empty)
     _require_one_value(model, sources)
     missing = {name for names in _same(model).values() if not any(n in sources for n in names) for name in names}
@@ -142,12 +142,13 @@ def _plan(model: Any, stored: Mapping[str, Stored]) -> tuple[dict[str, FileSourc
 def sources_of(
     model: Any, stored: Mapping[str, Stored], empty: Mapping[str, Tensor], mapping: Sequence[Any] | None = None
 ) -> tuple[dict[str, FileSource], dict[str, Stored]]:
-    """The sources of a model's tensors, by name, as transformers loads them, and those for which it has no place.
+    """Returns the sources of the model's tensors, by name, matched as transformers does; and the tensors that have no
+    place in it.
 
     Args:
         model: a model of transformers.
         stored: the tensors of the files.
-        empty: whole tensors without values for those of the model's state dict.
+        empty: the model's state dict with whole tensors on the meta device.
         mapping: transformers' conversions. Default: those of the model's class.
     """
     mapping = get_model_conversion_mapping(model) if mapping is None else mapping
@@ -178,7 +179,7 @@ def sources_of(
 
 
 def _counted(model: Any, *, missing: AbstractSet[str] = frozenset(), unexpected: AbstractSet[str] = frozenset()) -> Any:
-    """Without the names that transformers ignores for this model."""
+    """Filters out names that transformers ignores for this model."""
     info = SimpleNamespace(missing_keys={*missing}, unexpected_keys={*unexpected})
     model._adjust_missing_and_unexpected_keys(info)
     return info
@@ -188,7 +189,7 @@ def _converted(
     model: Any, empty: Mapping[str, Tensor], name: str, target: _Target, stored: Mapping[str, Stored], last: Last
 ) -> dict[str, FileSource]:
     def convert(values: Any) -> dict[str, Tensor]:
-        """By the library's own operations."""
+        """Runs the library's own operations."""
         converter = copy.deepcopy(target.converter)
         for pattern, names in target.names.items():
             for each in names:
@@ -199,7 +200,7 @@ def _converted(
 
     try:
         shapes = convert(lambda each: torch.empty(each.shape, dtype=each.dtype, device="meta"))
-    except Exception as error:  # of any of the library's operations
+    except Exception as error:  # each operation of the library has its own
         listed = ", ".join(each for names in target.names.values() for each in names[:2])
         raise ModelError(f"{name} cannot be made of what the files have ({listed}): {error}") from error
     operations = target.converter.operations
@@ -216,7 +217,8 @@ def _converted(
 
 
 def _tiled(target: _Target, stored: Mapping[str, Stored]) -> Tiled:
-    """Packed experts and the like: no element changes, so each rank reads the parts that it needs of each."""
+    """The source of packed experts and the like. No element changes, so each rank reads the parts that it needs from
+    each file."""
     patterns = [pattern for pattern in target.converter.source_patterns if pattern in target.names]
     groups = [[Tiled.of(stored[name]) for name in target.names[pattern]] for pattern in patterns]
     for operation in target.converter.operations:
@@ -236,7 +238,7 @@ def _require_fit(sources: Mapping[str, FileSource], empty: Mapping[str, Tensor])
 
 
 def _same(model: Any) -> dict[int, list[str]]:
-    """Names by tensor, of all that a state dict has."""
+    """Names of the state dict's entries, by the id of their tensor."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, tensor in model.state_dict(keep_vars=True).items():
         names[id(tensor)].append(name)
@@ -244,7 +246,7 @@ def _same(model: Any) -> dict[int, list[str]]:
 
 
 def _require_one_value(model: Any, sources: dict[str, FileSource]) -> None:
-    """Tied tensors that are both in the files must be equal there, and are read once."""
+    """Raises ModelError if tied tensors differ in the files. If equal, they are read once."""
     for names in _same(model).values():
         held = [name for name in names if name in sources]
         for other in held[1:]:

@@ -1,4 +1,4 @@
-"""A model sharded as a library's own wrapper would be, the methods that it has then beside its class's, and optimizers
+"""Helpers for libraries' wrappers: sharding a model, adding methods that the library calls, and updating optimizers
 that were made before."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ELSEWHERE = "zeromesh shards the model itself; leave it out (also in what `accel
 UNEVEN = "all ranks must run as many forwards, or those that have more wait for ever"
 
 MIXED = ("bf16", "fp16")
-"""Mixed precision by accelerate's names."""
+"""Mixed precision by accelerate's names that `param_dtype` takes."""
 
 
 def is_sharded(model: object) -> bool:
@@ -36,12 +36,12 @@ def is_sharded(model: object) -> bool:
 
 
 def with_mixed_precision(sharding: Sharding, name: str | None) -> Sharding:
-    """`sharding`, in the dtype that a library is told to compute in, where it says none itself."""
+    """Returns `sharding` with the dtype that a library computes in, unless it has a `param_dtype` of its own."""
     return replace(sharding, param_dtype=sharding.param_dtype or (name if name in MIXED else None))
 
 
 def require_plain(model: object) -> None:
-    """Raises ModelError of a model that is sharded, or in a wrapper of torch's, already."""
+    """Raises ModelError if the model is sharded already, or in one of torch's wrappers."""
     if is_sharded(model):
         raise ModelError("the model is sharded already: give a plain one, which is sharded as sharding= says")
     if isinstance(model, nn.Module):
@@ -49,21 +49,21 @@ def require_plain(model: object) -> None:
 
 
 def require_sharding(sharding: object) -> None:
-    """Raises InputError of another value than the one that says how."""
+    """Raises InputError if `sharding` is not a `zm.Sharding`."""
     if not isinstance(sharding, Sharding):
         raise InputError(f"sharding= takes zm.Sharding(strategy=..., mesh=...); got {sharding!r}")
 
 
 def refuse(options: Sequence[str], why: str = ELSEWHERE) -> None:
-    """Raises InputError if there are options of a library's that do not go with sharding."""
+    """Raises InputError if `options`, given to a library, is not empty: they do not go with sharding."""
     if options:
         raise InputError(f"{', '.join(options)} cannot be used with sharding=: {why}")
 
 
 def require_processes(sharding: Sharding, count: int) -> None:
     """Checks the number of processes among which a library splits its data. Raises MeshError if the mesh has another
-    number, and InputError if torch's job has: accelerate counts one each where it finds no GPU and was not told to use
-    CPUs, and so each would train on all of the data."""
+    number, and InputError if torch's job has. If accelerate finds no GPU and was not told to use CPUs, each process
+    counts as the only one and would train on all of the data."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if count != world:
         raise InputError(
@@ -74,19 +74,19 @@ def require_processes(sharding: Sharding, count: int) -> None:
 
 
 def shard_model(sharding: Sharding, model: nn.Module) -> Any:
-    """Shards `model`, and gives it the methods that libraries call on their wrappers: `no_sync`, and transformers' own.
-    Returns the shard that each parameter became; weak in those."""
+    """Shards `model`, and gives it the methods that libraries call on their wrappers: `no_sync`, and those of
+    transformers. Returns the shard of each old parameter, with weak keys."""
     before = list(model.named_parameters(remove_duplicate=False))
     own = next((param.dtype for param in model.parameters() if param.dtype in DTYPE_NAMES), None)
-    if "transformers" not in sys.modules:  # so it is none of theirs
+    if "transformers" not in sys.modules:  # so it is none of its models
         sharding.shard(model)
     else:
         from zeromesh.integrations.pretrained import adapt, with_blocks_only
 
         with_blocks_only(sharding, model).shard(model)
-        # Parameters that nobody casts are written as they compute, each in its own dtype.
+        # With no param_dtype, files get the dtype in which each parameter computes.
         adapt(model, own if sharding.param_dtype is not None else None)
-    # As DistributedDataParallel's, which libraries call for a micro-batch that is not the step's last.
+    # As in DistributedDataParallel: libraries call it for micro-batches before the step's last.
     give_method(model, "no_sync", partial(accumulate, last=False))
     after = dict(model.named_parameters(remove_duplicate=False))
     shards = WeakIdKeyDictionary()
@@ -98,8 +98,8 @@ def shard_model(sharding: Sharding, model: nn.Module) -> Any:
 def clip_grads(
     params: Tensor | Iterable[Tensor], most: float, order: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """torch's `clip_grad_norm_`; of just the gradients of a sharded model ours, which makes no pass over those that lie
-    in the host's memory."""
+    """torch's `clip_grad_norm_`. If the gradients are exactly those of one sharded model, ours, which makes no extra
+    pass over gradients in the host's memory."""
     params = [params] if isinstance(params, Tensor) else list(params)
     shown = {param for param in params if param.grad is not None}
     for engine in dict.fromkeys(param.engine() for param in shown if isinstance(param, ShardedParameter)):
@@ -109,15 +109,15 @@ def clip_grads(
 
 
 def clip_unscaled(accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-    """`Accelerator.clip_grad_norm_`."""
+    """Replaces `Accelerator.clip_grad_norm_`."""
     accelerator.unscale_gradients()
     return clip_grads(parameters, max_norm, norm_type)
 
 
 def give_shards(optimizer: Optimizer, shards: MutableMapping[Tensor, Any]) -> None:
-    """Puts shards in the place of the parameters that they were made from, by which they are given. Raises
+    """Replaces an optimizer's parameters by the shards that they became; `shards` has these by parameter. Raises
     OptimizerError if the optimizer has stepped already, or mixes the elements of a parameter."""
-    # A constructor may make states (Adagrad's), of whole tensors.
+    # A constructor may make states of whole tensors (Adagrad's does).
     states = [state for param, state in optimizer.state.items() if param in shards]
     if any(float(state.get("step", 1)) for state in states):
         raise OptimizerError(

@@ -1,12 +1,12 @@
-"""Stages of torch.distributed.pipelining whose modules are sharded, each over its own ranks.
+"""Lets torch.distributed.pipelining drive stages whose modules are sharded, each over its own ranks.
 
-A stage runs each backward in its `backward_maybe_with_nosync`, which is told whether it is the step's last; there torch
-looks after FSDP2 and DDP, and we after `zm.accumulate`. Everything else of schedules and stages is torch's.
+A stage runs each backward in its `backward_maybe_with_nosync`, which is told whether it is the step's last. Torch
+handles FSDP2 and DDP there, and we wrap it in `zm.accumulate`. Everything else of schedules and stages is torch's.
 
-[Note: Halves] Zero-bubble schedules run a backward in two halves: for the gradients of a stage's inputs and, when there
-is time, for those of its parameters. Torch's functions for either go by the parameters that the module shows, which a
-sharded one does not compute with. They are given its leaves instead; and the second half runs by units, so that each is
-there while the gradients of its parameters are computed.
+[Note: Halves] Zero-bubble schedules run a backward in two halves: first for the gradients of a stage's inputs, later
+for those of its parameters. Torch's functions for both go by the module's visible parameters, but a sharded module does
+not compute with these. We pass its leaves instead. The second half runs unit by unit, so that each unit is gathered
+while the gradients of its parameters are computed.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from zeromesh.schedule.state import Backward
 StageT = TypeVar("StageT", bound=_PipelineStageBase)
 
 ParamGroups = list[dict[str, Any]]
-"""As torch's halves of a backward hand them on: parameters, and nodes of autograd's with the gradients there."""
+"""The type in which torch's halves of a backward hand over parameters, and autograd nodes with the gradients there."""
 
 
 def pipeline(stages: Sequence[StageT], *, untied: bool = False) -> list[StageT]:
     """Lets torch's pipeline schedules drive sharded stages. All ranks of the pipeline call it, after `zm.shard`.
 
-    Axes that reduce once a step then do so in the last backward of each `schedule.step`. Inside
-    `zm.accumulate(model, last=False)` they do not reduce. Zero-bubble schedules are supported. `zm.clip_grad_norm_`
-    of this rank's stages takes one norm over all stages, and a GradScaler skips a step on all stages.
+    Axes that reduce once a step do so in the last backward of each `schedule.step`. Inside `zm.accumulate(model,
+    last=False)` they do not reduce. Zero-bubble schedules are supported. `zm.clip_grad_norm_` of this rank's stages
+    takes one norm over all stages, and a GradScaler skips a step on all stages.
 
     Args:
-        stages: all of this rank's stages, whose modules are sharded over the data-parallel ranks of their stage.
+        stages: all of this rank's stages. Their modules are sharded over the data-parallel ranks of their stage.
         untied: train equal weights of two stages separately, such as the embedding and the head of a model that was
             tied.
 
@@ -58,8 +58,8 @@ def pipeline(stages: Sequence[StageT], *, untied: bool = False) -> list[StageT]:
     Raises:
         ModelError: a stage's module is not sharded.
         InputError: there are no stages, they have different groups, a stage computes its gradients itself
-            (`dw_builder`), its module is sharded over ranks of other stages, or it shares parameters with another stage
-            (by its configuration, or because an embedding equals a weight of another stage).
+            (`dw_builder`), a stage's module is sharded over ranks of other stages, or it shares parameters with another
+            stage (by its configuration, or because an embedding equals a weight of another stage).
         MismatchError: one of these was raised on another rank of the pipeline.
 
     Example::
@@ -91,7 +91,7 @@ def pipeline(stages: Sequence[StageT], *, untied: bool = False) -> list[StageT]:
 
 
 def _engines(stages: Sequence[_PipelineStageBase], group: dist.ProcessGroup) -> list[Engine]:
-    """The engines of stages that can be driven."""
+    """Returns the engines of the stages. Raises InputError if a stage cannot be driven."""
     if not stages:
         raise InputError("zm.pipeline takes all stages of this rank, as a list; got none")
     engines = [engine_of(stage.submod) for stage in stages]
@@ -122,23 +122,23 @@ def _engines(stages: Sequence[_PipelineStageBase], group: dist.ProcessGroup) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
-    """A weight that another stage may have too."""
+    """A weight that another stage may have a copy of."""
 
     stage: int
     name: str
-    shape: tuple[int, ...]  # of the whole of it
-    embeds: bool  # it is an embedding's
+    shape: tuple[int, ...]  # of the whole parameter
+    embeds: bool  # whether it is an embedding's
 
     def __str__(self) -> str:
         return f"{self.name} of stage {self.stage}"
 
 
 def _require_untied(stages: Sequence[_PipelineStageBase], engines: Sequence[Engine], control: Control) -> None:
-    """Raises InputError, on all ranks, where an embedding has the values of a weight in another stage: copies
-    of one parameter, of which nothing else tells. Collective."""
+    """Raises InputError, on all ranks, if an embedding has the values of a weight in another stage. Nothing else shows
+    that the two are copies of one parameter. Collective."""
     own = [list(_tables(stage, engine)) for stage, engine in zip(stages, engines, strict=True)]
     everyone = chain.from_iterable(chain.from_iterable(control.gather(own)))
-    shapes = {table.shape for table in everyone if table.embeds}  # other weights are not looked at
+    shapes = {table.shape for table in everyone if table.embeds}  # weights of other shapes are not compared
     sums: list[tuple[int, _Table]] = []
     for engine, tables in zip(engines, own, strict=True):
         alike = {table.name: table for table in tables if table.shape in shapes}
@@ -156,7 +156,7 @@ def _require_untied(stages: Sequence[_PipelineStageBase], engines: Sequence[Engi
 
 
 def _tables(stage: _PipelineStageBase, engine: Engine) -> Iterator[_Table]:
-    """The weights of embeddings and linear layers: those that models tie."""
+    """Yields the weights of embeddings and linear layers, the kinds that models tie."""
     modules = {clean_name(name): module for name, module in stage.submod.named_modules()}
     for unit in engine.units:
         for buffer in unit.trained:
@@ -168,7 +168,7 @@ def _tables(stage: _PipelineStageBase, engine: Engine) -> Iterator[_Table]:
 
 
 def _says_tied(module: nn.Module) -> bool:
-    """As Hugging Face's models do, of which a stage has a part."""
+    """Whether the configuration ties embedding and head, as Hugging Face's does; a stage has part of such a model."""
     return bool(getattr(getattr(module, "config", None), "tie_word_embeddings", False))
 
 
@@ -177,7 +177,7 @@ def _has_tied(engine: Engine) -> bool:
 
 
 class _Backwards:
-    """In the place of a stage's `backward_maybe_with_nosync`, the `plain` one, which runs a whole backward."""
+    """Replaces a stage's `backward_maybe_with_nosync`; `plain` is the original, which runs a whole backward."""
 
     def __init__(self, engine: Engine, plain: Callable[..., Any]) -> None:
         self._engine = weakref.ref(engine)
@@ -207,7 +207,7 @@ class _Weight:
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             view = leaf.view_as(leaf).grad_fn
             assert view is not None
-            self.grad_fn = view.next_functions[0][0]  # where the graph ends that has computed with the leaf
+            self.grad_fn = view.next_functions[0][0]  # where the graph of computations with the leaf ends
 
     @property
     def grad(self) -> Tensor | None:
@@ -222,11 +222,11 @@ class _Weight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
-    """The second half of a backward, after the first `halves`: [Note: Halves]."""
+    """The second half of a backward, after the first halves in `halves`: [Note: Halves]."""
 
     halves: list[Backward]
     groups: ParamGroups
-    weights: dict[Any, _Weight]  # by the node where their gradient arrives
+    weights: dict[Any, _Weight]  # by the node at which their gradient arrives
 
     def run(self, engine: Engine) -> None:
         engine.run_weights(self.halves, self._bring)

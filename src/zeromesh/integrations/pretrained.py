@@ -1,4 +1,4 @@
-"""Saving and generating with sharded models of transformers and PEFT, on all ranks together."""
+"""Saves and generates with sharded models of transformers and PEFT, on all ranks together."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from zeromesh.sharding.value import Sharding
 
 
 def with_blocks_only(sharding: Sharding, model: nn.Module) -> Sharding:
-    """`sharding`, for a model whose forward somebody has replaced (TRL's fused heads, say).
+    """Adapts `sharding` to a model whose forward was replaced, for example by TRL's fused heads.
 
-    Such a forward uses the head's or the embedding's weight without calling it, in functions of its own that autograd
-    sees and we do not; so those stay with the root, whose parameters are whole while its forward runs.
+    Such a forward uses the head's or the embedding's weight in its own autograd functions, without calling the module,
+    so no hook runs. These modules therefore stay in the root unit, which is gathered while the forward runs.
     """
     replaced = any(isinstance(part, PreTrainedModel) and "forward" in vars(part) for part in model.modules())
     if not replaced or sharding.units is not None or sharding.strategy == "auto":
@@ -42,12 +42,12 @@ def with_blocks_only(sharding: Sharding, model: nn.Module) -> Sharding:
 
 
 def adapt(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Gives a model that has just been sharded its `save_pretrained` and `generate`. Its files are in `dtype`; None for
+    """Gives a model that has just been sharded its `save_pretrained` and `generate`. Its files are in `dtype`; None:
     the dtypes in which parameters compute."""
     if is_peft(model):
         give_method(model, "save_pretrained", functools.partial(_save_adapters, dtype=dtype))
         _keep_trainable(model)
-        register_forward_method(model, "get_prompt")  # virtual tokens, which `generate` computes before any forward
+        register_forward_method(model, "get_prompt")  # virtual tokens: `generate` computes them before any forward
     elif isinstance(model, PreTrainedModel):
         give_method(model, "save_pretrained", functools.partial(_save_pretrained, dtype=dtype))
     for part in model.modules() if engine_of(model).schedule.shards_params else ():
@@ -56,8 +56,8 @@ def adapt(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _keep_trainable(model: nn.Module) -> None:
-    """`disable_adapter()` passes the adapters by and no more: PEFT would freeze them for as long, and the choice of
-    trained parameters is settled once a model is sharded."""
+    """Makes `disable_adapter()` only skip the adapters. PEFT would also freeze them meanwhile, but a sharded model
+    cannot change which parameters are trained."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -68,13 +68,13 @@ def _keep_trainable(model: nn.Module) -> None:
 
 def _enable_adapters(layer: Any, enabled: bool) -> None:
     layer._disable_adapters = not enabled
-    if layer.disable_adapters == enabled:  # the public name of the same
+    if layer.disable_adapters == enabled:  # `disable_adapters` is the public name of the same value
         raise changed("peft", f"{type(layer).__name__}.disable_adapters does not read _disable_adapters")
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """`generate` of a model whose parameters are sharded: each token gathers them, so a rank whose sequences are
-    complete goes on until all ranks' are."""
+    """Runs `generate` of a model whose parameters are sharded. Each token gathers them, so a rank whose sequences are
+    complete continues until those of all ranks are."""
     return type(model).generate(model, *args, **(kwargs | {"synced_gpus": True}))
 
 
@@ -89,8 +89,8 @@ def _save_pretrained(
     dtype: torch.dtype | None,
     **options: Any,
 ) -> None:
-    """transformers' `save_pretrained` of a sharded model: all ranks call it, and each writes its slices."""
-    if state_dict is not None:  # whole tensors, that the caller has gathered
+    """Replaces transformers' `save_pretrained`: all ranks call it, and each writes its slices."""
+    if state_dict is not None:  # whole tensors that the caller has gathered
         type(model).save_pretrained(
             model,
             save_directory,
@@ -129,7 +129,7 @@ def _save_adapters(
     dtype: torch.dtype | None,
     **options: Any,
 ) -> None:
-    """PEFT's `save_pretrained` of a sharded model: all ranks call it, but only its tensors are gathered."""
+    """Replaces PEFT's `save_pretrained`: all ranks call it. Only tensors that PEFT saves are gathered."""
     if state_dict is None:
         kinds = {name: DTYPES[buffer.spec.param_dtype] for name, buffer, _ in places_of(model)}
         whole = full_state_dict(model, names=_asked_for(model, options))
@@ -144,7 +144,7 @@ def _save_adapters(
 
 
 class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it so
-    """Notes which tensors without values computations read."""
+    """Notes the ids of the meta tensors that are read."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -158,8 +158,8 @@ class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
 
 
 def _asked_for(model: Any, options: Mapping[str, Any]) -> frozenset[str]:
-    """The names of tensors that PEFT writes of a model, and of those from which it computes these (virtual tokens,
-    weights that count most): its own choice, on tensors without values."""
+    """The names of the tensors that PEFT saves, and of those from which it computes them (virtual tokens, for example).
+    PEFT's own code is run on meta tensors."""
     from peft import get_peft_model_state_dict
 
     stands = stands_of(model)
@@ -174,6 +174,6 @@ def _asked_for(model: Any, options: Mapping[str, Any]) -> frozenset[str]:
                     save_embedding_layers=options.get("save_embedding_layers", "auto"),
                 )
                 used.seen |= set(map(id, found.values()))
-    except RuntimeError:  # where values decide; any may be asked for
+    except RuntimeError:  # PEFT needs values, so any tensor may be asked for
         return frozenset(stands)
     return frozenset(name for name, stand in stands.items() if id(stand) in used.seen)

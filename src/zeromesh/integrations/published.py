@@ -1,8 +1,8 @@
-"""Tensors of a model of transformers as the files of its kind have them: renamed, and packed weights apart.
+"""The tensors of a transformers model as its published files have them: renamed, and packed weights split.
 
-transformers' own functions say how, by renamings and operations. They are run on tensors without values. A tensor of
-the files that shows a box of a tensor of the model is written by the ranks that hold its elements. Others (transposed,
-say) are computed on the first rank, for one unit at a time, of whole tensors.
+Functions of transformers define the conversion, as renamings and operations. Here they run on tensors without values.
+If a tensor of the files is a view of a box of a model's tensor, the ranks that hold the elements write it. Others, such
+as transposed ones, are computed on the first rank from whole tensors, for one unit at a time.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from zeromesh.pieces.region import Region
 
 
 def published(model: nn.Module, specs: Sequence[Spec], pieces: Sequence[Piece]) -> tuple[list[Spec], Iterable[Piece]]:
-    """The tensors of the files and this rank's pieces of them, given those of the model. All ranks iterate over the
-    pieces together, since computed ones are gathered.
+    """Returns the specs of the tensors in the files, and this rank's pieces of them; `specs` and `pieces` are the
+    model's. All ranks iterate over the pieces together, since computed tensors are gathered.
 
     Raises:
         ModelError: tensors of several units are mixed.
     """
-    ties = getattr(model, "all_tied_weights_keys", {})  # names that are left out, with those that stay
+    ties = getattr(model, "all_tied_weights_keys", {})  # name that is left out -> name that is written
     kept = {place.info.name: min(place.info.names, key=ties.__contains__) for _, _, place in places_of(model)}
     wanted = {
         kept.get(spec.name, spec.name): torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs
@@ -48,7 +48,7 @@ def published(model: nn.Module, specs: Sequence[Spec], pieces: Sequence[Piece]) 
         found: dict[str, Tensor] = revert_weight_conversion(model, dict(wanted))
         of_units = [(own, revert_weight_conversion(model, dict(own))) for own in units.values()]
     boxes = defaultdict[str, list[tuple[str, Region]]](list)
-    computed: list[tuple[list[str], list[str]]] = []  # names in the model, of which those in the files are made
+    computed: list[tuple[list[str], list[str]]] = []  # names in the model, names in the files that they make
     for own, made in of_units:
         of_memory, others = {_memory(stand): name for name, stand in own.items()}, list[str]()
         for name, tensor in made.items():
@@ -76,9 +76,9 @@ def published(model: nn.Module, specs: Sequence[Spec], pieces: Sequence[Piece]) 
                         local = piece.local[start - piece.start : stop - piece.start]
                         yield Piece(name=name, shape=shapes[name], start=at + start - first, local=local)
         for names, others in computed:
-            state = full_state_dict(model, names=frozenset(names))  # on the first rank
+            state = full_state_dict(model, names=frozenset(names))  # empty on other ranks
             if state:
-                with shown_as(model, stands):  # whose shapes operations may ask for
+                with shown_as(model, stands):  # operations may ask for shapes
                     made = revert_weight_conversion(model, {name: state[name] for name in names})
                 yield from (whole(name, made[name]) for name in others)
 
@@ -86,7 +86,7 @@ def published(model: nn.Module, specs: Sequence[Spec], pieces: Sequence[Piece]) 
 
 
 class _Views(TorchFunctionMode):
-    """Leaves a view a view."""
+    """Makes `contiguous()` return the view itself, without a copy."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
@@ -97,7 +97,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _box(view: Tensor, tensor: Tensor) -> Region | None:
-    """The box of a contiguous tensor that a view of it shows, with the elements in order; None if it shows none."""
+    """Returns the box of a contiguous tensor that `view` shows with its elements in order; None if there is none."""
     if view.is_contiguous() and view.numel() == tensor.numel():
         return Region.whole(tuple(tensor.shape))
     left, offsets, sizes, dim = int(view.storage_offset()), list[int](), [1] * tensor.dim(), 0
@@ -120,7 +120,7 @@ def _names(buffers: Iterable[FlatShards]) -> Iterator[str]:
 
 
 def places_of(model: nn.Module) -> Iterator[tuple[str, FlatShards, ParamRange]]:
-    """Every name of every parameter of a sharded model, with where it lies."""
+    """Yields every name of every parameter of a sharded model, with its buffer and place."""
     for buffer in buffers_of(engine_of(model)):
         for place in buffer.places:
             for name in place.info.names:
@@ -128,7 +128,7 @@ def places_of(model: nn.Module) -> Iterator[tuple[str, FlatShards, ParamRange]]:
 
 
 def stands_of(model: nn.Module) -> dict[str, Tensor]:
-    """Whole tensors without values for those of a sharded model's state dict, by name."""
+    """Returns whole meta tensors in the shapes of a sharded model's state dict, by name."""
     stands: dict[str, Tensor] = {
         name: nn.Parameter(torch.empty(place.global_shape, device="meta"), requires_grad=False)
         for name, _, place in places_of(model)
@@ -138,7 +138,7 @@ def stands_of(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def shown_as(model: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
-    """These tensors, by name, in the place of a sharded model's, whose modules then compute as plain ones do."""
+    """Puts `values` in the place of a sharded model's tensors, by name. Its modules then compute as plain ones do."""
     with ExitStack() as stack:
         for prefix, module in model.named_modules():
             for kind in ("_parameters", "_buffers"):

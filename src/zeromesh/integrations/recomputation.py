@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 _aten = torch.ops.aten
-# Attention that is made of matrix products has those in three dimensions, so none of them is among these.
+# Attention that is made of matrix products uses 3-D ones, so these are never part of it.
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
 _ATTENTION = frozenset(
     {
@@ -25,8 +25,8 @@ _ATTENTION = frozenset(
 
 
 def selective() -> Any:
-    """Keeps the outputs of attention and of every second matrix product, the first, third and so on of each block:
-    `Recomputation.SELECTIVE`, which plans reckon with."""
+    """Keeps the outputs of attention and of every second matrix product (first, third and so on in each block). Planner
+    and simulator call this `Recomputation.SELECTIVE`."""
     products = 0
 
     def policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

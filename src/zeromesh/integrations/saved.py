@@ -1,4 +1,4 @@
-"""Models and optimizers in a library's checkpoint: `zm.Checkpoints`, one directory for each model."""
+"""Saves models and optimizers in a library's checkpoint as `zm.Checkpoints`, one directory for each model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def checkpoints_of(
 ) -> Checkpoints:
     """Checkpoints of a sharded model and of the optimizers that update it.
 
-    A model that lies frozen beneath PEFT's adapters came from files of its own, so it is left out; loads compare it.
+    A model that lies frozen beneath PEFT's adapters came from files of its own, so it is left out, and loading compares
+    it.
     """
     own = [optimizer for optimizer in optimizers if engine_of(model) in by_engine(optimizer)]
     beneath = {param for part in model.modules() if is_peft(part) for param in part.parameters()}
@@ -29,8 +30,8 @@ def checkpoints_of(
 
 
 class Registered:
-    """An object that a library saves by its `state_dict()`, such as a moving average: its slices are saved as whole
-    tensors, and taken back as slices under any strategy. All ranks call both methods."""
+    """Wraps an object that a library saves by its `state_dict()`, such as a moving average. Its slices are saved as
+    whole tensors and loaded as slices under any strategy. All ranks call both methods."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -43,10 +44,10 @@ class Registered:
 
 
 def is_peft(model: object) -> bool:
-    """Whether it is a model of PEFT's, which need not be installed."""
+    """Whether `model` is a PEFT model; PEFT need not be installed."""
     return any(kind.__module__ == "peft.peft_model" for kind in type(model).__mro__)
 
 
 def is_pretrained(model: object) -> bool:
-    """Whether it is a `PreTrainedModel` of transformers', which need not be installed."""
+    """Whether `model` is a `PreTrainedModel` of transformers, which need not be installed."""
     return any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__)

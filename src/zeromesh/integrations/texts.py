@@ -1,6 +1,6 @@
-"""Texts of a run and their tokens. Torch-free.
+"""The texts of a run and their tokens. Torch-free.
 
-A file is one text, but JSON lines, Parquet files and directories of `datasets` hold records ``{"text": "..."}``.
+A file is one text. JSON lines, Parquet files and directories of `datasets` hold records ``{"text": "..."}`` instead.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from zeromesh.errors import ConfigError
 from zeromesh.files.users import read_text
 
 END_OF_TEXT = "<|endoftext|>"
-_AT_ONCE = 256  # texts tokenised together: by all cores, without the text of a whole corpus in memory
+_AT_ONCE = 256  # texts tokenised together: enough for all cores, without a whole corpus in memory
 
 Files = Sequence[tuple[str, Path]]
 
 
 def find_files(patterns: Iterable[str], exclude: Sequence[str] = (), *, key: str = "data.files") -> Files:
-    """Files that the globs match, with their names below the globs' fixed part, in the order of names. Raises
+    """Returns the files that the globs match, sorted by name; a name is the path below the glob's fixed part. Raises
     ConfigError if a glob matches nothing."""
     names: dict[Path, str] = {}
     for pattern in patterns:
         expanded = pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
         found = [Path(match) for match in glob.glob(expanded, recursive=True)]
-        kept = [path for path in found if path.is_file() or (path / "state.json").is_file()]  # which `datasets` writes
+        kept = [path for path in found if path.is_file() or (path / "state.json").is_file()]  # of `datasets`
         kept = [path for path in kept if not any(fnmatch(str(path), one) for one in exclude)]
         if not kept:
             raise ConfigError(f"{key}: {pattern!r} matches no file (looked for {expanded})")
@@ -44,8 +44,8 @@ def find_files(patterns: Iterable[str], exclude: Sequence[str] = (), *, key: str
 
 
 def read_texts(files: Files) -> Iterator[tuple[str, bytes]]:
-    """Every text with its name, which does not depend on where files lie. Files need not be UTF-8. Raises ConfigError
-    if a file cannot be read, or a record has no text, and names the first."""
+    """Yields each text with its name, which does not depend on the location of files. Files need not be UTF-8. Raises
+    ConfigError if a file cannot be read or a record has no text; the message names the first."""
     for name, path in files:
         try:
             if path.is_file() and path.suffix not in (".jsonl", ".parquet"):
@@ -61,7 +61,7 @@ def read_texts(files: Files) -> Iterator[tuple[str, bytes]]:
                 yield f"{name}:{number}", text.encode()
         except ModuleNotFoundError as error:
             raise ConfigError(f'data.files: {path} needs the datasets library: pip install "zeromesh[data]"') from error
-        except (OSError, ValueError, RecursionError) as error:  # json's are the last two
+        except (OSError, ValueError, RecursionError) as error:  # json raises the last two
             raise ConfigError(f"data.files: {path} cannot be read: {error}") from error
 
 
@@ -74,7 +74,7 @@ def _rows(path: Path) -> Iterator[Any]:
 
     try:
         found = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_parquet(str(path))
-    except Exception as error:  # pyarrow and datasets have many
+    except Exception as error:  # pyarrow and datasets raise many kinds
         raise ValueError(f"{error}") from error
     yield from found
 
@@ -82,8 +82,8 @@ def _rows(path: Path) -> Iterator[Any]:
 def read_tokens(
     files: Files, validation: Files, holdout: float, tokenizer: Tokenizer
 ) -> tuple[list[npt.NDArray[np.int32]], list[npt.NDArray[np.int32]]]:
-    """The tokens of each text to train on, and of each that is held out: the fraction `holdout` of the texts in
-    `files`, and all in `validation`."""
+    """Returns the tokens of each text for training, and of each text that is held out. Held out are a fraction
+    `holdout` of the texts in `files`, and all texts in `validation`."""
     texts = chain(
         ((is_held_out(name, holdout), text) for name, text in read_texts(files)),
         ((True, text) for _, text in read_texts(validation)),
@@ -96,7 +96,7 @@ def read_tokens(
 
 
 def is_held_out(name: str, fraction: float) -> bool:
-    """Decides by a hash of the text's name, so the choice is the same on every machine."""
+    """Decides by a hash of the text's name, so that the choice is the same on every machine."""
     share = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") / 2**64
     return share < fraction
 
@@ -105,7 +105,7 @@ class Tokenizer:
     """Turns texts into numbers below `vocab_size`, and back.
 
     Args:
-        definition: the text of a tokenizer.json; None takes bytes as tokens, and 256 to end a text.
+        definition: the text of a tokenizer.json. None: each byte is a token, and 256 ends a text.
         end: the token that ends a text, if the tokenizer has it.
     """
 
@@ -123,7 +123,7 @@ class Tokenizer:
             self.end = self.library.token_to_id(end)
 
     def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.int32]]:
-        """The tokens of each text, with one at its end."""
+        """Returns the tokens of each text, with an end token after them."""
         if self.definition is None:
             return [np.append(np.frombuffer(text, np.uint8), np.int32(256)).astype(np.int32) for text in texts]
         found = self.library.encode_batch_fast([text.decode(errors="replace") for text in texts])
@@ -132,29 +132,29 @@ class Tokenizer:
         return [np.array(one.ids + end, dtype=np.int32) for one, end in zip(found, ends, strict=True)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """The text of `tokens`, without special tokens."""
         if self.definition is None:
             return bytes(token for token in tokens if token < 256).decode(errors="replace")
         return str(self.library.decode(list(tokens), skip_special_tokens=True))
 
     def save_pretrained(self, name: str, directory: Path) -> None:
-        """Writes it for transformers. The name is as `make_tokenizer` takes it; if that is a directory, its files are
-        written again."""
+        """Saves the tokenizer for transformers. `name` is the argument of `make_tokenizer`; if it is a directory, its
+        tokenizer is saved again."""
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         if Path(name).is_dir():
             AutoTokenizer.from_pretrained(name, local_files_only=True).save_pretrained(str(directory))
-        elif self.definition is not None:  # transformers has no tokenizer of bytes like ours
+        elif self.definition is not None:  # transformers has no byte tokenizer like ours
             end = None if self.end is None else END_OF_TEXT
             PreTrainedTokenizerFast(tokenizer_object=self.library, eos_token=end).save_pretrained(str(directory))
 
 
 def make_tokenizer(name: str, training: Iterable[bytes] = ()) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names.
+    """Makes the tokenizer that `data.tokenizer` names.
 
     Args:
         name: "bytes"; "bpe:SIZE", trained on texts; a tokenizer.json; a directory with a Hugging Face tokenizer.
-        training: texts, read if a tokenizer is trained.
+        training: texts; read only to train a tokenizer.
 
     Raises:
         ConfigError: a library is not installed, there is no such tokenizer, or SIZE is below 257.
@@ -178,13 +178,13 @@ def make_tokenizer(name: str, training: Iterable[bytes] = ()) -> Tokenizer:
         ) from error
     except ConfigError:
         raise
-    except Exception as error:  # the libraries have many, also for a tokenizer that is written in Python
+    except Exception as error:  # the libraries raise many kinds, also for a tokenizer that is written in Python
         why = " ".join(str(error).split())
         raise ConfigError(f"data.tokenizer: {name} is not a tokenizer.json, nor a directory with one: {why}") from error
 
 
 def _trained(texts: Iterable[bytes], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer, learnt from texts."""
+    """Trains a byte-level BPE tokenizer on texts."""
     if vocab_size < 257:
         raise ConfigError(f"data.tokenizer: bpe needs at least 257 tokens, one for each byte; got {vocab_size}")
     from tokenizers import ByteLevelBPETokenizer

@@ -1,11 +1,10 @@
 """Hugging Face's Trainer over sharded models.
 
-The model is sharded where training, evaluation or prediction begins, so that all that the constructor of a Trainer does
-to a model (adapters, fused heads, reference models) is done before.
+The model is sharded when training, evaluation or prediction begins. By then a Trainer's constructor has done all its
+changes to the model (adapters, fused heads, reference models).
 
-A checkpoint is the Trainer's own, with the model as `from_pretrained` takes it, and in the place of
-`optimizer.pt` a directory of `zm.Checkpoints` with masters and optimizer states, which loads on other ranks and under
-other strategies.
+A checkpoint is the Trainer's own, with the model as `from_pretrained` takes it. Instead of `optimizer.pt` it has a
+directory of `zm.Checkpoints` with masters and optimizer states, which loads on other ranks and under other strategies.
 """
 
 from __future__ import annotations
@@ -54,22 +53,23 @@ else:
     _Mixed = object
 
 STATES = "zeromesh"
-"""The directory, in a checkpoint of the Trainer's, that holds masters and optimizer states."""
+"""The directory, in a checkpoint of the Trainer, that holds masters and optimizer states."""
 
 SCHEDULER = "scheduler"
 SAMPLES = "samples_per_step"
 
 
 class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transformers
-    """Ahead of a Trainer, makes it shard: ``class ShardedSFT(TrainerMixin, trl.SFTTrainer): pass``.
+    """Makes a Trainer shard; it comes first among the bases: ``class ShardedSFT(TrainerMixin, trl.SFTTrainer): pass``.
 
     Args:
-        sharding: how. Where it says no `param_dtype`, `bf16=True` and `fp16=True` of the arguments do.
+        sharding: how the model is sharded. If it has no `param_dtype`, the arguments `bf16=True` and `fp16=True` set
+            it.
 
     Raises:
-        InputError: the arguments ask for another way of sharding too, or for work that cannot be done to slices.
+        InputError: the arguments also ask for another way of sharding, or for work that cannot be done to slices.
         ModelError: the model is sharded already.
-        OptimizerError: the optimizer mixes elements of a parameter, or was made before the model is sharded.
+        OptimizerError: the optimizer mixes elements of a parameter, or was made for the model before it is sharded.
         MeshError: the mesh has another number of ranks than the job.
     """
 
@@ -91,9 +91,9 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         self._require_optimizer()
 
     def shard_model(self) -> None:
-        """Shards `self.model`, and a frozen reference beside it, where they are not yet; all ranks call it.
+        """Shards `self.model`, and a frozen reference model, if they are not sharded yet. All ranks call it.
 
-        Training, evaluation, prediction and loading begin with it.
+        Training, evaluation, prediction and loading begin with this call.
         """
         if not is_sharded(self.model):
             chosen = with_mixed_precision(self.sharding, self.args.mixed_precision)
@@ -108,7 +108,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
             for block in find_blocks(model):
                 block.compile(**self._compiling)
         shard_model(self._sharding, model)
-        # Autocast, and the mark by which `prepare` then leaves it as it is, without DistributedDataParallel.
+        # Adds autocast, and marks the model so that `prepare` leaves it alone later, without DistributedDataParallel.
         return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
 
     # ---- where sharding begins
@@ -128,20 +128,20 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
 
     @override
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Not the whole of it: its shards will be there."""
+        """Does not move whole tensors if there is a mesh or some have no values: shards will be there."""
         if self.sharding.mesh is None and not any(map(lacks_values, model.parameters())):
             super()._move_model_to_device(model, device)
 
     # ---- wrong input
 
     def create_accelerator_and_postprocess(self) -> None:
-        refuse(["deepspeed"] if self.args.deepspeed_plugin is not None else [])  # which would set itself up
+        refuse(["deepspeed"] if self.args.deepspeed_plugin is not None else [])  # before it sets itself up
         super().create_accelerator_and_postprocess()
         self._require_alone()
         plugin = self.accelerator.state.dynamo_plugin
         self._compiling = None if plugin.backend == DynamoBackend.NO else plugin.to_kwargs()
-        plugin.backend = DynamoBackend.NO  # not the whole model: between blocks parameters come and go
-        if self.sharding.mesh is not None:  # shards lie there already; and loaders still place and hand out batches
+        plugin.backend = DynamoBackend.NO  # compile blocks, not the whole model: between blocks parameters come and go
+        if self.sharding.mesh is not None:  # shards are on its devices; loaders still place and hand out batches
             prepare = self.accelerator.prepare_model
             self.accelerator.prepare_model = partial(prepare, device_placement=False)
         self.accelerator.clip_grad_norm_ = partial(clip_unscaled, self.accelerator)
@@ -187,7 +187,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
 
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if is_sharded(self.model) and not self.args.should_save:  # the others' parts of the writing rank's `_save`
+        if is_sharded(self.model) and not self.args.should_save:  # their part of `_save`
             if hasattr(self.model, "save_pretrained"):
                 self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)
             else:
@@ -212,7 +212,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.shard_model()
         if self._has(resume_from_checkpoint, STATES):
-            return  # they come with the optimizer's
+            return  # they come with the optimizer's states
         if is_peft(self.model) or not self._has(resume_from_checkpoint, SINGLE, INDEX):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
@@ -226,7 +226,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         with self._checkpoints(checkpoint) as checkpoints:
             # The Trainer itself sets random states, after it has skipped the batches that were trained on.
             found = checkpoints.load(os.path.join(checkpoint, STATES), random_states=False)
-        assert found is not None  # of a path
+        assert found is not None  # None is for other calls, without a path
         self._require_same_samples(checkpoint, found.state)
         self.lr_scheduler.load_state_dict(found.state[SCHEDULER])
 
@@ -244,7 +244,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         return checkpoints_of(os.path.join(directory, STATES), self.model, [own])
 
     def _has(self, checkpoint: str, *names: str) -> bool:
-        """Whether the first rank sees any of these in a checkpoint."""
+        """Whether the first rank finds a file or directory of one of these names in a checkpoint."""
         return engine_of(self.model).control.say(any(os.path.exists(os.path.join(checkpoint, name)) for name in names))
 
     def _samples_per_step(self) -> int:
@@ -252,7 +252,8 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
         return int(self._train_batch_size * self.args.gradient_accumulation_steps * processes)
 
     def _require_same_samples(self, checkpoint: str, state: dict[str, Any]) -> None:
-        """The Trainer counts samples in this run's steps."""
+        """Raises CheckpointError if a step takes another number of samples than when it was saved: the Trainer skips
+        data by counting this run's steps."""
         saved, own = state.get(SAMPLES), self._samples_per_step()
         if saved != own and not self.args.ignore_data_skip:
             raise CheckpointError(
@@ -275,7 +276,7 @@ _INSTEAD = {
 
 
 class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]  # transformers is not followed by mypy
-    """transformers' Trainer with one argument more: `sharding`."""
+    """transformers' Trainer with one more argument: `sharding`."""
 
 
 require_overridden("transformers", TrainerMixin, transformers.Trainer)

@@ -1,7 +1,7 @@
-"""Which versions of a library its integration accepts, and whether the private parts that it uses are still there.
+"""Checks a library's version, and that the private parts which its integration uses still exist.
 
-The extra in pyproject.toml gives the range. Its upper end is one minor version beyond the newest that was run, so the
-private attributes of a library are looked up before they are set or called. All that differs ends in one error.
+The extra in pyproject.toml gives the range. Its upper end is one minor version beyond the newest that was tested, so
+private attributes are looked up before they are set or called. All differences raise one kind of error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zeromesh.errors import InputError
 def require_known(library: str) -> None:
     """Checks the installed version against the extra that has the library's name. Raises InputError if the installed
     version is outside of the range."""
-    from packaging.requirements import Requirement  # comes with each of the libraries
+    from packaging.requirements import Requirement  # each of the libraries requires it
 
     installed = version(library)
     for requirement in map(Requirement, requires("zeromesh") or ()):
@@ -28,7 +28,7 @@ def require_known(library: str) -> None:
 
 
 def require_attributes(library: str, owner: object, *names: str) -> None:
-    """Raises InputError if `owner`, an object of the library's, lacks one of these private attributes."""
+    """Raises InputError if `owner`, an object of the library, lacks one of these private attributes."""
     for name in names:
         if not hasattr(owner, name):
             raise changed(library, f"{type(owner).__name__} has no {name}")
@@ -36,7 +36,7 @@ def require_attributes(library: str, owner: object, *names: str) -> None:
 
 def require_overridden(library: str, ours: type, theirs: type) -> None:
     """Compares the methods of `ours` that are marked with `typing_extensions.override` with those of `theirs`. Raises
-    InputError if `theirs` has no such method, or one with a parameter that ours does not take."""
+    InputError if `theirs` has no such method, or if its method has a parameter that ours does not take."""
     for name, method in vars(ours).items():
         if not getattr(method, "__override__", False):
             continue
@@ -50,7 +50,7 @@ def require_overridden(library: str, ours: type, theirs: type) -> None:
 
 
 def changed(library: str, difference: str) -> InputError:
-    """The error of a library that is not as its integration knows it."""
+    """The error for a library that differs from the one its integration was written for."""
     return InputError(
         f"zeromesh's integration of {library} was not written for {library} {version(library)}: {difference}. "
         f"Install an older one (docs/support.md has those that were run), or a newer zeromesh"

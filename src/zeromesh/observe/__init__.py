@@ -1,5 +1,5 @@
-"""Observers of a sharded model; nothing in the engine depends on them.
+"""Observers of a sharded model. Nothing in the engine depends on them.
 
-`record` (its events as a trace), `report` (memory and traffic beside the predictions), `replicas` (whether ranks that
-must hold the same bytes do).
+`record` writes its events as a trace, `report` compares memory and traffic with predictions, and `replicas` checks that
+ranks which must hold the same bytes do.
 """

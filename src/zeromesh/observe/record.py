@@ -1,16 +1,16 @@
-"""Records the engine's steps, as the `Trace` that the simulator writes for the same schedule.
+"""Records the engine's steps in the same `Trace` that the simulator writes for their schedule.
 
-Nothing of this runs unless a recorder is open. While one is, it stands at four seams:
+Nothing here runs unless a recorder is open. An open recorder hooks in at four places:
 
     chains               each collective is timed where it runs, and its bytes are counted
     lanes                a job keeps the micro-batch it was submitted in; a wait for it is timed
     interpreter.watch    points cut the computation into slices: whose forward or backward runs
     torch's step hooks   the optimizer's slice
 
-[Note: Slices] The host's (on CUDA: the current stream's) time between two points belongs to the unit whose forward or
-backward runs; the root's own part lies between its children, in several slices. Waits cut slices, so that
-computation and waits together are the step. On CPU times are taken in the thread that does the work. On CUDA they are
-events on the stream that does it, read when the recorder closes; a wait is then the time that the stream stood still.
+[Note: Slices] The host's time between two points (on CUDA: the current stream's) belongs to the unit whose forward or
+backward runs. The root's own part lies between its children, in several slices. Waits cut slices, so computation and
+waits together are the whole step. On CPU, times are taken in the thread that does the work. On CUDA they are events on
+the stream that does it, read when the recorder closes; a wait is the time that the stream stood still.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class record_trace:  # used as a function that is also a context
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # A failed collective was reported where it was waited for, and must not hide the error that ended the block.
+        # A failed collective was reported at its wait. It must not hide the error that ended the block.
         with suppress(RuntimeError):
             self._engine.at_rest(follow=kind is None)
         self._recorder.remove()
@@ -88,7 +88,7 @@ class _HostClock:
 
 
 class _DeviceClock:
-    """Events on the current stream; nothing waits for them until the recorder closes."""
+    """A clock of events on the current stream. Nothing waits for them until the recorder closes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -107,7 +107,7 @@ class _DeviceClock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where in the recording we are: the step, and the micro-batch or -1."""
+    """A place in the recording: the step and the micro-batch; -1 means none."""
 
     step: int = 0
     micro_batch: int = -1
@@ -115,7 +115,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """A step of a chain, timed. Runs like the step that it replaces."""
+    """Wraps a step of a chain to time it, and runs in its place."""
 
     step: Any
     name: str
@@ -132,7 +132,7 @@ class _Timed:
 
 
 class _InLane(threading.local):
-    """The running job's lane and place, and the bytes sent since a collective began."""
+    """The running job's lane and place, and the bytes sent since the collective began."""
 
     name: str = ""
     place: _Place = _Place()
@@ -141,7 +141,7 @@ class _InLane(threading.local):
 
 @dataclass(frozen=True, slots=True)
 class _WatchedTicket:
-    """A ticket whose wait is timed."""
+    """Wraps a ticket to time waits for it."""
 
     ticket: Ticket
     recorder: _Recorder
@@ -161,7 +161,7 @@ class _WatchedTicket:
 
 @dataclass(frozen=True, slots=True)
 class LaneProxy:
-    """In the place of a lane, whose jobs it sees as they are submitted."""
+    """Replaces a lane, and sees its jobs as they are submitted."""
 
     lane: Lane
 
@@ -178,7 +178,8 @@ class LaneProxy:
 
 @dataclass(frozen=True, slots=True)
 class _WatchedLane(LaneProxy):
-    """A lane whose jobs keep the place they were submitted from. A submission is a wait if the lane is inline."""
+    """A lane whose jobs remember the place that they were submitted from. If it is inline, submitting counts as a
+    wait."""
 
     recorder: _Recorder
     inline: bool
@@ -187,7 +188,7 @@ class _WatchedLane(LaneProxy):
         self, job: Callable[[], object], label: str = "", *, after: Ticket | _WatchedTicket | None = None
     ) -> _WatchedTicket:
         place, recorder = self.recorder.place, self.recorder
-        # A lane's wait is not the computation's. Jobs submitted before the recording are not watched.
+        # A lane's wait for another is not the computation's. Jobs submitted before the recording are not watched.
         first = after.ticket if isinstance(after, _WatchedTicket) else after
         threads = isinstance(recorder.clock, _HostClock)
 
@@ -205,18 +206,18 @@ class _WatchedLane(LaneProxy):
 
 
 class _Recorder:
-    """Stands in the engine's way between `install` and `remove`, and keeps the calls that pass."""
+    """Records the calls that pass through the engine between `install` and `remove`."""
 
     def __init__(self, engine: Engine) -> None:
-        # Weakly: the engine holds tickets of jobs under way, and these hold the recorder.
+        # Weakly, since the engine holds tickets of running jobs, and these hold the recorder.
         self._engine = weakref.ref(engine)
-        # Not the control's: on one rank that is the host. The root may own nothing.
+        # Not the control's device, which is the host if there is one rank. The root may have no buffers.
         buffers = [buffer for unit in engine.backend.units for buffer in unit.buffers]
         device = buffers[0].device if buffers else engine.control.device
         self.clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
         self.place = _Place()
         self.lane = _InLane()
-        self._events: list[tuple[int, Event]] = []  # with the step; their times are marks of the clock
+        self._events: list[tuple[int, Event]] = []  # each with its step; times are marks of the clock
         self._names = [unit.name for unit in engine.schedule.units]
         self._slice: tuple[str, str | None, Any] | None = None
         self._calls: list[int] = []
@@ -228,10 +229,10 @@ class _Recorder:
     @property
     def engine(self) -> Engine:
         engine = self._engine()
-        assert engine is not None  # the caller records its model
+        assert engine is not None  # the caller holds the model that it records
         return engine
 
-    # ---- standing in the way
+    # ---- hooking in
 
     def install(self) -> None:
         backend, interpreter = self.engine.backend, self.engine.interpreter
@@ -243,7 +244,7 @@ class _Recorder:
         self._records = {link: link.recorded(self._counting(link.record)) for link in backend.links}
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
-            # A step that updates nothing of ours reaches no point; its slice ends here.
+            # A step that updates none of our parameters reaches no point, so its slice ends here.
             register_optimizer_step_post_hook(self._after_step),
         ]
 
@@ -294,7 +295,7 @@ class _Recorder:
             timed.append(_Timed(step, f"{kind} {step.operation}", unit, axes, self) if axes else step)
         return tuple(timed)
 
-    # ---- calls that pass
+    # ---- the recorded calls
 
     def communicated(self, step: _Timed, start: Any, sent_bytes: int) -> None:
         end: Any = self.clock.mark()
@@ -313,7 +314,7 @@ class _Recorder:
         self._events.append((self.lane.place.step, event))
 
     def waited(self, label: str, wait: Callable[[], None]) -> None:
-        """Runs `wait` outside the slice that it interrupts."""
+        """Runs `wait`, and excludes its time from the slice that it interrupts."""
         interrupted, start = self._slice, self.clock.mark()
         self._close(start)
         try:
@@ -326,7 +327,7 @@ class _Recorder:
                 self._slice = (*interrupted[:2], end)
 
     def point(self, point: PointKind, unit: int) -> None:
-        """Cuts the computation: [Note: Slices]."""
+        """Starts or ends slices at a point: [Note: Slices]."""
         match point:
             case PointKind.PRE_FORWARD:
                 if self._between:
@@ -338,7 +339,7 @@ class _Recorder:
             case PointKind.POST_FORWARD:
                 if unit in self._calls:
                     del self._calls[self._calls.index(unit) :]
-                # After the root's forward the user computes the loss.
+                # After the root's forward the root's slice goes on: the user computes the loss.
                 self._open("forward", self._calls[-1] if self._calls else unit)
             case PointKind.PRE_RECOMPUTE:
                 self._open("recompute", unit)
@@ -355,13 +356,13 @@ class _Recorder:
                 self._calls.clear()
             case PointKind.STEPPED:
                 self._close()
-                if self._complete:  # further optimizers' steps belong to the next one
+                if self._complete:  # steps of further optimizers belong to the next step
                     self._complete, self._num_micro_batches = False, 0
                     self.place = _Place(step=self.place.step + 1)
                     self._starts.append(self.clock.mark())
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.engine in by_engine(optimizer):  # not one that another steps inside of its own step
+        if self.engine in by_engine(optimizer):  # not an optimizer that is stepped inside another's step
             self._close()
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -387,10 +388,10 @@ class _Recorder:
         )
         self._events.append((place.step, event))
 
-    # ---- afterwards
+    # ---- when the recording is over
 
     def traces(self) -> tuple[Trace, ...]:
-        """The steps that an optimizer has ended."""
+        """Returns the steps that an optimizer has ended."""
         strategy, rank = self.engine.schedule.strategy, self.engine.control.rank
         label = f"{strategy} (measured, rank {rank})"
         found: list[list[Event]] = [[] for _ in self._starts]

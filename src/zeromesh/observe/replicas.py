@@ -1,16 +1,15 @@
-"""Whether ranks that must hold the same bytes do: a digest of everything replicated, compared over all ranks.
+"""Checks that ranks which must hold the same bytes do: compares a digest of everything replicated over all ranks.
 
-[Note: Replicas] A layout, the model's or a part's, makes several ranks hold the same bytes, and the arithmetic that
-keeps them so is the same to the bit. Which tensors are equal over which axes, and where they are left out since each
-rank holds its own:
+[Note: Replicas] A layout, of the model or of a part, makes several ranks hold the same bytes, and all compute them
+identically to the bit. These tensors are equal over these axes:
 
     master, optimizer states   axes of stage 0
     params                     axes that do not shard parameters: stages 0, 1 and 2
     kept copies                those, and the axes that keep
 
-Broken memory, a kernel that depends on timing, a rank whose software differs or one that changed parameters by hand
-ends this; training goes on and looks healthy, and learns some mixture. Buffers of the model (running
-statistics) are each rank's own and are not looked at.
+Faulty memory, a kernel that depends on timing, different software, or parameters changed by hand on one rank can break
+this. Training then goes on and looks healthy, but learns a mixture. The model's buffers (running statistics) belong to
+each rank, and are not compared.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from zeromesh.errors import MismatchError
 from zeromesh.strategy import Axis
 
 CHUNK = 1 << 18
-"""Words of 8 bytes that are weighed at once: 6 MiB of temporaries."""
+"""8-byte words that are weighted at once: 6 MiB of temporaries."""
 
-# Odd, from the generators splitmix64 and PCG: any would do that mixes high bits into low ones.
+# Odd constants from the generators splitmix64 and PCG. Any that mix high bits into low ones would do.
 _GOLDEN, _MIX, _STEP = -7046029254386353131, -4658895280553007687, 6364136223846793005
 
 Named = tuple[str, Tensor]
@@ -47,19 +46,20 @@ Named = tuple[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Something that this rank holds and others must hold too."""
+    """Something that this rank and others must hold with equal bytes."""
 
     unit: str
     name: str  # for messages
     home: Home
-    axes: tuple[Axis, ...]  # over which it is the same
-    parts: Callable[[], Iterable[Named]]  # its tensors, the same names in the same order on every rank
+    axes: tuple[Axis, ...]  # over which it must be equal
+    parts: Callable[[], Iterable[Named]]  # its tensors, with the same names in the same order on every rank
 
 
 def check_replicas(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = ()) -> None:
     """Compares replicated tensors on all ranks. Every rank of the mesh calls it, between two steps.
 
-    It reads every replicated byte once, and exchanges 8 bytes per unit and rank. Without replicas it does nothing.
+    It reads every replicated byte once, and exchanges 8 bytes per rank for each kind of tensor of a unit. Without
+    replicas it does nothing.
 
     Args:
         model: a sharded model.
@@ -70,7 +70,7 @@ def check_replicas(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
         CommunicationError: a rank did not take part.
     """
     engine = engine_of(model)
-    engine.at_rest(follow=True)  # copies that still follow their masters would differ
+    engine.at_rest(follow=True)  # copies that have not yet followed their masters would differ
     everyone = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     held = list(_held(engine, everyone))
     if not held:
@@ -82,12 +82,12 @@ def check_replicas(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """A 0-d int64 tensor of a tensor's bytes, on its device; one changed bit always changes it.
+    """Returns a digest of a tensor's bytes as a 0-d int64 tensor on its device. Any single changed bit changes it.
 
-    The sum of the words times odd weights, modulo 2**64, chunk by chunk: sums of integers do not depend on the order
-    that a device adds in.
+    The digest is the sum of the words times odd weights, modulo 2**64, chunk by chunk. Integer sums do not depend on
+    the order in which a device adds.
     """
-    # Not of 0 elements, and not through `view`, which needs a shape.
+    # `reshape` and not `view`, for tensors of any strides.
     data = tensor.detach().as_subclass(Tensor).contiguous().reshape(-1).view(torch.uint8)
     total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
     whole = data.numel() // 8 * 8
@@ -110,7 +110,7 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 def _held(engine: Engine, optimizers: Sequence[Optimizer]) -> Iterator[Held]:
-    """[Note: Replicas]."""
+    """Yields the things to compare: [Note: Replicas]."""
     for unit in engine.units:
         for buffer in unit.buffers:
             home = engine.homes[buffer.spec.part]
@@ -148,7 +148,7 @@ def _states(buffer: FlatShards, optimizers: Sequence[Optimizer]) -> Iterator[Nam
         take_slices(optimizer)
     for param in buffer.optimizer_params:
         for optimizer in optimizers:
-            # `get`: to ask `state` for a parameter that it does not have would add it.
+            # `get`, since indexing would add a state for a parameter that has none.
             state: dict[str, Any] = optimizer.state.get(param, {})
             for key in sorted(state):
                 if isinstance(state[key], Tensor | int | float):
@@ -157,10 +157,11 @@ def _states(buffer: FlatShards, optimizers: Sequence[Optimizer]) -> Iterator[Nam
 
 
 def _exchange(engine: Engine, held: Sequence[Held]) -> tuple[list[int], Tensor]:
-    """Global ranks by rank of the mesh; digests by rank of the mesh and thing, int64, on the host."""
+    """Returns the global ranks, by rank of the mesh, and the digests, by rank of the mesh and thing, as int64 on the
+    host."""
     control = engine.control
     table = torch.zeros(control.size, 1 + len(held), dtype=torch.int64, device=control.device)
-    # Adding zeros to one rank's digests hands them to all, by the one collective that every backend has on its device.
+    # Each rank adds its digests to zeros: a reduction is the one collective that every backend has on its device.
     table[control.rank, 0] = 0 if control.group is None else dist.get_rank()
     table[control.rank, 1:] = torch.stack([_digest_of(thing, control.device) for thing in held])
     table = control.reduce(table).cpu()
@@ -175,14 +176,14 @@ def _digest_of(thing: Held, device: torch.device) -> Tensor:
 
 
 Seats = Sequence[tuple[int, dict[str, int]]]
-"""By rank of the model's mesh: which of the meshes of a part it is in, and its coordinates there."""
+"""By rank of the model's mesh: which of a part's meshes it is in, and its coordinates there."""
 
 Drift = tuple[Held, list[int], list[int]]
-"""Something held, ranks of the mesh that must have the same of it, and their digests, which differ."""
+"""Something held, the ranks of the mesh that must agree on it, and their digests, which differ."""
 
 
 def _seats(engine: Engine, home: Home) -> Seats:
-    """Collective of a part whose mesh is its own."""
+    """Finds the coordinates of all ranks. Collective if the part has its own mesh."""
     control, own = engine.control, home.control
     same = [(0, rank) for rank in range(control.size)]
     everyone = same if own is control else gather_over(control.group, (own.source, own.rank))
@@ -203,7 +204,7 @@ def _drifts(engine: Engine, held: Sequence[Held], digests: Tensor) -> Iterator[D
         by_axes[axes] = list(found.values()), firsts
     for thing, values in zip(held, digests.unbind(1), strict=True):
         groups, firsts = by_axes[thing.axes]
-        # Almost always all is well, and with many ranks a loop over them would take longer than the digests.
+        # Usually nothing differs, and with many ranks a loop over them would take longer than the digests.
         for ranks in [] if torch.equal(values, values[firsts]) else groups:
             seen = values[ranks].tolist()
             if len(set(seen)) > 1:
@@ -211,7 +212,7 @@ def _drifts(engine: Engine, held: Sequence[Held], digests: Tensor) -> Iterator[D
 
 
 def _message(engine: Engine, drifts: Sequence[Drift], ranks: Sequence[int]) -> str:
-    """Collective: the ranks look at the first drift part by part."""
+    """Words the first drift. Collective: the ranks compare it part by part."""
     thing, group, values = drifts[0]
     (value, most), (_, next_most), *_ = Counter(values).most_common()
     differing = [rank for rank, own in zip(group, values, strict=True) if own != value]
@@ -220,7 +221,7 @@ def _message(engine: Engine, drifts: Sequence[Drift], ranks: Sequence[int]) -> s
     parts = _differing_parts(engine, thing, model, differing[0])
     (_, one), (_, two) = seats[model], seats[differing[0]]
     axes = ", ".join(axis.name for axis in thing.axes if one[axis.name] != two[axis.name])
-    if most == next_most:  # no value is held by most
+    if most == next_most:  # there is no majority
         who = f"ranks {', '.join(map(str, sorted(ranks[rank] for rank in group)))} have drifted apart"
     else:
         odd = ", ".join(map(str, sorted(ranks[rank] for rank in differing)))
@@ -235,7 +236,7 @@ def _message(engine: Engine, drifts: Sequence[Drift], ranks: Sequence[int]) -> s
 
 
 def _differing_parts(engine: Engine, thing: Held, one: int, two: int) -> list[str]:
-    """Names of the parts that differ between two ranks of the mesh; collective."""
+    """Returns the names of the parts that differ between two ranks of the mesh. Collective."""
     own = [(name, int(digest(tensor))) for name, tensor in thing.parts()]
     parts = {rank: dict(digests) for rank, digests in gather_over(engine.control.group, (engine.control.rank, own))}
     names = dict.fromkeys([*parts[one], *parts[two]])

@@ -1,4 +1,4 @@
-"""Memory of a sharded model by kind, predicted and allocated; traffic by axis, predicted and sent."""
+"""Reports a sharded model's memory by kind (predicted and allocated) and its traffic by axis (predicted and sent)."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from zeromesh.trace import Lines, MemoryLine, TrafficLine
 T = TypeVar("T")
 
 _TRIAL_NUMEL = 16
-"""Elements that `_state_bytes` steps on: one vector of any machine's fused implementation."""
+"""Elements that `_state_bytes` steps on: one vector of a fused implementation on any machine."""
 
 
 def memory_report(
     model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
 ) -> Lines[MemoryLine]:
-    """Reports this rank's model state: bytes predicted by the schedule, beside the bytes allocated.
+    """Reports this rank's model state: predicted bytes beside allocated bytes.
 
     Args:
         model: a sharded model.
-        optimizer: one or several, whose states count as optimizer memory. Without it only masters count.
+        optimizer: one or several, whose states count as optimizer memory. Without any, only masters count.
 
     Returns:
         Lines for params, grads, optimizer (masters and states), buffers (slots, kept copies, residuals, staging,
         workspace) and total, and the same for the host if it holds shards. Whole values that owners keep
-        (`zm.by_owner`) count as well. A line step then has the memory of tensors that come to this rank only during
-        a step, when no activation is alive. Not counted: the model's buffers, and frozen parameters of dtypes that
-        are not sharded (complex ones), which every rank holds whole.
+        (`zm.by_owner`) count as well. The line "step" then has the memory of tensors that are on this rank only
+        during a step, when no activation is alive. Not counted: the model's buffers, and frozen parameters of dtypes
+        that are not sharded (complex ones), which every rank holds whole.
 
-    Predictions do not look at allocated memory. Bytes of optimizer states per element are measured by a step of the
-    same optimizer, with each group's options, on one or two elements: see `_state_bytes`. So states are predicted
-    before the first step, and also for parameters that no step has had a gradient for.
+    Predictions do not look at allocated memory. A trial step of the same optimizer, with each group's options, measures
+    its bytes per element: see `_state_bytes`. So states are predicted before the first step, and for parameters that
+    have never had a gradient.
     """
     engine = engine_of(model)
     plan, lines = engine.schedule.memory, Lines[MemoryLine]()
@@ -95,25 +95,25 @@ def _held_tensors(engine: Engine, place: str) -> dict[str, list[Tensor]]:
 
 
 def gathered(lines: Sequence[T]) -> list[list[T]]:
-    """Each line as every rank has it; collective."""
+    """Returns each line with its values on all ranks. Collective."""
     everyone: list[list[T]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, list(lines))
     return [list(line) for line in zip(*everyone, strict=True)]
 
 
 def _storage_bytes(tensors: list[Tensor], *, parts: bool = False) -> int:
-    """Bytes of the tensors' storages, each storage once; or of `parts` of one storage."""
+    """Bytes of the tensors' storages, counting each storage once. With `parts`, bytes of the tensors themselves."""
     if parts:
         return sum(tensor.nbytes for tensor in tensors)
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
 
 def _optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, int]]:
-    """(predicted, held) bytes of the states of this engine's parameters, by place."""
+    """Returns by place the (predicted, held) bytes of the states of this engine's parameters."""
     buffers = [buffer for unit in engine.units for buffer in unit.buffers]
     grad_dtypes = {param: DTYPES[b.spec.grad_dtype] for b in buffers for param in b.optimizer_params}
     where = {p: "host" if "master" in b.placed.on_host_kinds else "device" for b in buffers for p in b.optimizer_params}
-    # States that come to the device for a step lie on the host as the buffer does, with its padding.
+    # States that come to the device for a step lie on the host as a whole buffer does, padding included.
     streamed = {b.optimizer_params[0]: b for b in buffers if b.placed.streamed}
     predicted, held = Counter[str](), dict[str, list[Tensor]](device=[], host=[])
     take_slices(optimizer)
@@ -139,17 +139,17 @@ def _optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def _element_states(optimizer: torch.optim.Optimizer, param: Tensor) -> list[Tensor]:
-    """States that `optimizer` keeps for the elements of `param`; scalars, such as step counts, do not count."""
+    """The states that `optimizer` keeps for the elements of `param`. Scalars, such as step counts, are left out."""
     state: dict[str, Any] = optimizer.state.get(param, {})
     return [value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, group: int, like: ShardedParameter, grad_dtype: torch.dtype) -> int:
-    """Bytes that `optimizer` keeps for each element of a parameter, from no state that it has.
+    """Measures the bytes that `optimizer` keeps for each element of a parameter, without looking at its states.
 
-    Its like, with the same options but neither states nor hooks, steps once on a parameter of a few elements, with the
-    options of the group of that index. Some states are kept in the gradient's dtype (SGD's momentum). OptimizerError
-    for an optimizer that is refused anyway, since it is not elementwise.
+    A copy of it, without states and hooks, steps once on a parameter of a few elements with the options of group number
+    `group`. The dtype of the gradient matters, since some states have it (SGD's momentum). Raises OptimizerError for an
+    optimizer that is refused anyway, since it is not elementwise.
     """
     shape = torch.Size([_TRIAL_NUMEL])
     elements = Elements(shape=shape, name=like.full_name, region=Region.whole(shape), start=0, numel=_TRIAL_NUMEL)
@@ -160,7 +160,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: int, like: ShardedPara
     trial.grad = make_slice(Slice, values.to(grad_dtype, copy=True), False, elements=elements)
     stepping = object.__new__(type(optimizer))
     own = {"state": defaultdict(dict), "param_groups": [{**optimizer.param_groups[group], "params": [trial]}]}
-    # A scheduler puts a `step` of its own on the object, which would step the original.
+    # Left out: `step` that a scheduler has put on the object, which would step the original.
     hooks: dict[str, Any] = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
     stepping.__dict__ = {name: value for name, value in vars(optimizer).items() if name != "step"} | hooks | own
     if optimizer in VOUCHED:
@@ -170,7 +170,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: int, like: ShardedPara
 
 
 class traffic_report:  # used as a function that is also a context
-    """Counts the bytes that this rank sends while the context is open, beside the bytes that the schedule predicts.
+    """Counts the bytes that this rank sends while the context is open, beside those that the schedule predicts.
 
     Args:
         model: a sharded model.
@@ -193,12 +193,12 @@ class traffic_report:  # used as a function that is also a context
         self.calls: list[Sent] = []
 
     def __enter__(self) -> traffic_report:
-        self._engine.at_rest(follow=True)  # a refresh of the step before must not be counted in this one
+        self._engine.at_rest(follow=True)  # a refresh of the step before must not count in this one
         self._before = {each: each.recorded(self.calls.append) for each in self._engine.backend.links}
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._engine.at_rest(follow=kind is None)  # this step's refreshes count, also those that no forward has begun
+        self._engine.at_rest(follow=kind is None)  # this step's refreshes count, also those that no forward has started
         for each, record in self._before.items():
             each.recorded(record)
 
@@ -209,12 +209,12 @@ class traffic_report:  # used as a function that is also a context
         return self.lines()._repr_html_()
 
     def lines(self, steps: int = 1) -> Lines[TrafficLine]:
-        """Bytes per step and axis, innermost first.
+        """Returns bytes per step and axis, innermost first.
 
         Args:
-            steps: that were taken while the context was open; sent bytes are divided by them.
+            steps: steps taken while the context was open. Sent bytes are divided by this.
         """
-        # Whether frozen units have a backward depends on their inputs: the forward has shown it by now.
+        # Whether frozen units have a backward depends on their inputs. The forward has shown it by now.
         returned, units = self._engine.interpreter.returned, self._engine.units
         held = [[[len(s) for s in b.states.values()] for b in unit.buffers] for unit in units]
         stepped = any(counts for unit in held for counts in unit)

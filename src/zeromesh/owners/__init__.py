@@ -1,6 +1,6 @@
-"""Optimizers that step on whole tensors, each where its owner is.
+"""Optimizers that step on whole tensors, each on its owner's rank.
 
-Owners of tensors and ways to them are decided in `zeromesh.pieces`; when, in `zeromesh.schedule`. Reading order:
-`bucket` (whole tensors on this rank, and their way there and back), `stacks` (of one shape, at once), `trial` (which
-optimizers treat each tensor by itself), `limit` (whether there is memory for them), `optimizer` (for users).
+`zeromesh.pieces` chooses owners and routes to them; `zeromesh.schedule` decides when tensors move. Reading order:
+`bucket` (whole tensors on this rank, and their way there and back), `stacks` (tensors of one shape, stepped on at
+once), `trial` (which optimizers treat each tensor by itself), `optimizer` (for users).
 """

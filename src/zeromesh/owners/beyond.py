@@ -1,5 +1,5 @@
-"""Axes that tensors are divided over before they are sharded, where an optimizer needs all of them: [Note: Planes] of
-`zeromesh.pieces.owners`."""
+"""Axes that tensors are divided over before they are sharded, if an optimizer needs the whole tensors: [Note: Planes]
+of `zeromesh.pieces.owners`."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from zeromesh.strategy import Axis, Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beyond:
-    """Among which ranks the tensors of one optimizer are owned."""
+    """The ranks among which the tensors of one optimizer are owned."""
 
     layout: Layout
-    axes: tuple[Axis, ...]  # of `layout`, those that the tensors are divided over before they are sharded
-    groups: tuple[dist.ProcessGroup, ...]  # by the same
-    stacking: Stacking  # a tensor divided over dimensions that the class does not see is whole for it
+    axes: tuple[Axis, ...]  # axes of `layout` that the tensors are divided over before they are sharded
+    groups: tuple[dist.ProcessGroup, ...]  # in the same order
+    stacking: Stacking  # a tensor divided over dimensions that the class does not see counts as whole
 
     @classmethod
     def of(cls, engine: Engine, home: Home, places: Iterable[ParamRange], stacking: Stacking) -> Beyond:
-        """Those of tensors of one layout. All ranks call this alike: they make communicators."""
+        """Finds the ranks for tensors of one layout. All ranks call this alike: it makes communicators."""
         names: dict[tuple[int, ...], str] = {}
         for spread, dims in (_crossed(place, stacking) for place in places):
             for dim in dims:
@@ -47,7 +47,7 @@ class Beyond:
         return cls(layout=layout, axes=layout.axes[: len(sizes)], groups=tuple(groups), stacking=stacking)
 
     def rank(self, home: Home) -> int:
-        """This one's number among all."""
+        """This rank's number among the ranks of `layout`."""
         layout, chunks = home.layout, home.layout.degree(home.layout.significant)
         plane = 0  # the first axis is the most significant, as in `across`
         for group in self.groups:
@@ -56,13 +56,13 @@ class Beyond:
         return plane * chunks + int(own.start)
 
     def joined(self, place: ParamRange) -> Region:
-        """The region of a tensor that all planes hold together: all of it, unless it is divided in dimensions that the
-        class does not see."""
+        """Returns the region of a tensor that all planes hold together. It is the whole tensor, unless the tensor is
+        divided in dimensions that the class does not see."""
         spread, dims = _crossed(place, self.stacking)
         return place.region if spread is None else _joined(spread, dims)
 
     def held(self, place: ParamRange) -> tuple[tuple[int, Region], ...] | None:
-        """By plane, which copy of that it has, and which part."""
+        """Returns, by plane, which copy of the joined region it has, and which part of it."""
         return tuple(self._held(place)) if self.groups else None
 
     def _held(self, place: ParamRange) -> Iterator[tuple[int, Region]]:
@@ -84,7 +84,7 @@ class Beyond:
 
 
 def _crossed(place: ParamRange, stacking: Stacking) -> tuple[Spread | None, tuple[int, ...]]:
-    """How a tensor is divided, and over which dimensions of its mesh in such a way that the class would see a part."""
+    """Returns how a tensor is divided, and the dimensions of its mesh over which the class would see only a part."""
     spread = place.info.spread
     if spread is None:
         return None, ()
@@ -97,7 +97,7 @@ def _crossed(place: ParamRange, stacking: Stacking) -> tuple[Spread | None, tupl
 
 
 def _joined(spread: Spread, dims: Collection[int]) -> Region:
-    """The region that this rank and its neighbours along some dimensions of its mesh hold together."""
+    """The region that this rank holds together with its neighbours along `dims` of its mesh."""
     return dtensor_region(spread.shape, spread.mesh, _placed(spread, dims, there=False))
 
 
@@ -110,8 +110,8 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _reach(engine: Engine, name: str, group: dist.ProcessGroup) -> str:
-    """The name of the axis along these ranks, with communicators of its own, which the model's next optimizer has
-    too."""
+    """Returns the name of the axis along these ranks. It has its own communicators, which the model's next optimizer
+    shares."""
     groups, ranks = engine.backend.groups, _ranks(group)
     taken = {axis.name for layout in engine.schedule.layouts for axis in layout.axes}
     while name in taken or (name in groups and groups[name].ranks != ranks):

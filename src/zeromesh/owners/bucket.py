@@ -1,12 +1,12 @@
-"""Whole tensors on this rank: [Note: Passage] of `zeromesh.pieces.passage` bound to memory.
+"""Whole tensors on this rank: binds [Note: Passage] of `zeromesh.pieces.passage` to memory.
 
-From step to step the optimizer's own states are kept, and the values of owned tensors. Gradients of a
-bucket, and pieces that pass by on their way, come to fresh memory, which goes when the results are back in the state
-shards. That is when no activation is alive. A parameter that this rank holds whole is stepped on where it lies. Slices
-that lie on the host come to the device for the step, and go back after it.
+From step to step a bucket keeps the optimizer's own states, and the values of owned tensors. Gradients, and pieces that
+pass through this rank, come to fresh memory, which is freed when the results are back in the state shards. No
+activation is alive then. A parameter that this rank holds whole is stepped on in place. Slices on the host come to the
+device for the step, and go back after it.
 
-A piece that is no range of its tensor (a slice of some of its columns) arrives in memory of its own; it is laid into
-the tensor before the step, and out of it after.
+A piece that is not a range of its tensor (a slice of some of its columns) arrives in memory of its own. It is copied
+into the tensor before the step, and out of it afterwards.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from zeromesh.schedule.bucket import BucketSteps
 from zeromesh.schedule.transfer import Direction
 
 AxisJob = tuple[str, Job]
-"""The name of an axis, and a job over it."""
+"""An axis's name, and a job over the axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Member:
     """One tensor of a bucket.
 
-    `whole` is the tensor that the owner's optimizer steps on; without memory until the first step. None on other ranks.
+    `whole` is the tensor that the owner's optimizer steps on. It has no memory until the first step; other ranks have
+    None.
     """
 
     param: ShardedParameter  # this rank's slice
-    shape: tuple[int, ...]  # of the tensor
+    shape: tuple[int, ...]  # of the whole tensor
     grad_itemsize: int
     whole: nn.Parameter | None
-    parts: tuple[Part, ...]  # of the tensor on all ranks
+    parts: tuple[Part, ...]  # of the tensor, over all ranks
 
     @property
     def numel(self) -> int:
@@ -53,23 +54,23 @@ class Member:
 
     @property
     def lies_here(self) -> bool:
-        """Whether this rank's slice is all of it."""
+        """Whether this rank's slice is the whole tensor."""
         return self.param.local.numel() == self.numel
 
     def copied_bytes(self, device: torch.device) -> int:
-        """Bytes of the slice's copies on a device; 0 if it lies there."""
+        """Bytes that the slice's copies take on `device`; 0 if it lies there."""
         param, local = self.param, self.param.local
         grad_bytes = 0 if param.grads_on == device else local.numel() * self.grad_itemsize
         return grad_bytes + (0 if local.device == device else local.nbytes)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the values that its owner keeps."""
+        """Bytes of the values that the owner keeps."""
         return 0 if self.whole is None or self.lies_here else self.numel * self.param.local.itemsize
 
 
 Held = dict[Part, tuple[Tensor, Tensor]]
-"""Where this rank has a part's gradient and values, or will have them."""
+"""Where this rank has a part's gradient and values, or will receive them."""
 
 GRADIENT, VALUES = 0, 1
 
@@ -78,26 +79,26 @@ GRADIENT, VALUES = 0, 1
 class OwnedBucket:
     optimizer: Optimizer  # over the tensors that this rank owns
     members: Sequence[Member]  # all tensors of the bucket, the same on all ranks
-    rank: int  # this one, among those that hold one copy of the states
+    rank: int  # this rank's number among those that hold one copy of the states
     groups: Mapping[str, AxisGroup]  # by axis that is crossed, outermost first
-    strides: Mapping[str, tuple[int, int]]  # by the same: distance between neighbours' numbers, and how many there are
+    strides: Mapping[str, tuple[int, int]]  # by the same axes: distance between neighbours' numbers, and count
     stacking: Stacking
-    device: torch.device  # that messages are sent from, and tensors stepped on
-    act: Callable[[Optimizer], object] | None = None  # called with the optimizer in the place of a step
-    room_bytes: int = 0  # that the last step has taken
+    device: torch.device  # tensors are stepped on there, and messages leave from there
+    act: Callable[[Optimizer], object] | None = None  # called with the optimizer instead of a step
+    room_bytes: int = 0  # temporary memory of the last step
     values: list[Tensor] = field(default_factory=list)  # kept for this rank's own tensors
     _moving: list[Member] = field(default_factory=list)
     _here: dict[Member, tuple[Tensor, Tensor]] = field(default_factory=dict)  # gradient and values of slices, here
     _held: Held = field(default_factory=dict)
-    _landing: list[tuple[Member, Part, int]] = field(default_factory=list)  # and whether it is gradient or values
-    _known: set[Member] = field(default_factory=set)  # whose values their owners have, the same on all ranks
+    _landing: list[tuple[Member, Part, int]] = field(default_factory=list)  # with the kind
+    _known: set[Member] = field(default_factory=set)  # whose values their owners have; the same on all ranks
 
     def forget(self, params: Collection[ShardedParameter]) -> None:
-        """Somebody else has changed them: their owners' values are old."""
+        """Marks the owners' values of `params` as out of date, since something else has changed them."""
         self._known -= {member for member in self.members if member.param in params}
 
     def collect(self) -> list[AxisJob]:
-        """The jobs that bring gradients and values to the owners, in order."""
+        """Returns the jobs that bring gradients and values to the owners, in order."""
         self._moving = [member for member in self.members if member.param.grad is not None]
         self._held, self._landing = {}, []
         self._here = {m: (m.param.grad.local.to(self.device), self._values_of(m)) for m in self._moving}  # type: ignore[union-attr]  # slices
@@ -144,8 +145,8 @@ class OwnedBucket:
         return jobs
 
     def _show_wholes(self) -> None:
-        """Gives tensors that are owned here memory, or the slice's if that is all of it: those of one stack beside each
-        other."""
+        """Gives memory to tensors that are owned here (the slice's own, if it is the whole tensor). Tensors of one
+        stack lie side by side."""
         by_whole = {m.whole: m for m in self.members if m.whole is not None}
         own = [by_whole[whole] for stack in self.stacking.stacks(self.optimizer) for whole in stack]
         if not self.values:
@@ -168,12 +169,12 @@ class OwnedBucket:
             member.whole.grad = here.view(member.whole.shape)
 
     def _values_of(self, member: Member) -> Tensor:
-        """Those of this rank's slice, here."""
+        """The values of this rank's slice, on `device`."""
         return self._here[member][VALUES] if member in self._here else member.param.local.to(self.device)
 
     def _make_room(self, member: Member) -> None:
-        """For the parts of a tensor: where it is owned, where they lie, and where they pass by. Parts that are here
-        and no range of it go there as those that arrive, with their present values."""
+        """Makes room for the parts of a tensor: where it is owned, where they start, and where they pass through. A
+        part that lies here but is not a range of its tensor is copied in with the arriving ones."""
         grad, local = self._here[member][GRADIENT].contiguous(), self._here[member][VALUES]
         for part in member.parts:
             if self.rank == part.owner and part.region is not None:
@@ -194,8 +195,8 @@ class OwnedBucket:
                 self.room_bytes += sum(tensor.nbytes for tensor in self._held[part])
 
     def _messages(self, axis: str, *, back: bool) -> tuple[list[Message], list[Message]]:
-        """Messages that arrive and leave over one axis, as seen on the way to the owners. That way each part's gradient
-        is sent, with its values if the owner's are out of date; on the way back the values."""
+        """Returns the messages that arrive and leave over one axis, as seen on the way to the owners. That way carries
+        each part's gradient, with its values if the owner's are out of date. The way back carries values."""
         arriving, leaving = list[Message](), list[Message]()
         for member in self._moving:
             kinds = (VALUES,) if back else self._kinds(member)
@@ -208,7 +209,7 @@ class OwnedBucket:
         return arriving, leaving
 
     def _kinds(self, member: Member) -> tuple[int, ...]:
-        """The kinds that are sent to the owner of a tensor."""
+        """The kinds that are sent to a tensor's owner."""
         return (GRADIENT,) if member in self._known else (GRADIENT, VALUES)
 
     def _index(self, hop: Hop, rank: int) -> int:
@@ -216,7 +217,7 @@ class OwnedBucket:
         return rank // stride % size
 
     def _put_back(self) -> None:
-        """Writes the parts that stay on this rank, and bumps versions so that autograd and views notice the change."""
+        """Writes the parts that stay on this rank. Bumps versions so that autograd and views notice the change."""
         for member in self._moving:
             local = self._here[member][VALUES]
             for part in member.parts:
@@ -228,9 +229,9 @@ class OwnedBucket:
 
 
 class WholeSteps:
-    """Steps on buckets of one engine, all of its optimizers' in turn: a `schedule.bucket.BucketBackend` on its lanes,
-    which are idle meanwhile. Messages to owners take those of reductions, messages from them those of gathers: over
-    each axis the lane that has its communicator."""
+    """Steps on buckets of one engine, for all of its optimizers in turn. It is a `schedule.bucket.BucketBackend` on the
+    engine's lanes, which are idle meanwhile. Messages to owners use the lanes of reductions, messages from them those
+    of gathers; each lane has its axis's communicator."""
 
     def __init__(self, backend: DeviceBackend) -> None:
         self._backend, self._steps = backend, BucketSteps[OwnedBucket, Ticket]()
@@ -250,7 +251,7 @@ class WholeSteps:
 
     def update(self, bucket: OwnedBucket) -> Ticket | None:
         for unit in self._backend.units:
-            unit.take_fresh()  # masters change on the host
+            unit.take_fresh()  # masters change, so compute copies are out of date
         bucket.step()
         return self._along(bucket.give_back(), "gather", "give back whole tensors")
 
@@ -263,8 +264,8 @@ class WholeSteps:
 
 
 def _boxes(member: Member, part: Part, kind: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """A part that is no range of its tensor, which is owned here: where its boxes lie inside of that, and in `flat`,
-    where its elements are in a row."""
+    """For a part that is not a range of its tensor, owned here: yields the place of each box inside the tensor, and in
+    `flat`, where the elements are contiguous."""
     assert part.region is not None and member.whole is not None
     tensor = member.whole.grad if kind == GRADIENT else member.whole.data
     assert tensor is not None
@@ -279,7 +280,8 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _together(wanted: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
-    """Memory for so many elements each, of a tensor's dtype and on its device: one after the other, if one dtype."""
+    """Allocates memory for each (number of elements, tensor whose dtype and device to use); contiguous if all have one
+    dtype."""
     if len({like.dtype for _, like in wanted}) != 1:
         return [like.new_empty(numel) for numel, like in wanted]
     sizes = [numel for numel, _ in wanted]
@@ -287,5 +289,5 @@ def _together(wanted: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
 
 
 def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of this shape whose elements are all one."""
+    """A tensor of this shape that takes the memory of one element."""
     return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))

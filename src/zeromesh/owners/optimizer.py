@@ -1,8 +1,8 @@
 """`zm.by_owner`: an optimizer that steps on whole tensors, each on one of the ranks that hold its slices.
 
-To whoever holds it, it is a torch optimizer over the model's parameters. Inside, each bucket of tensors has an
-optimizer of the class that was asked for, over the bucket's tensors that this rank owns, so that a class that counts
-its steps by group still counts once a step.
+From outside it is a torch optimizer over the model's parameters. Inside, each bucket of tensors has an optimizer of the
+given class, over the bucket's tensors that this rank owns. A class that counts its steps by group still counts one per
+step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from zeromesh.schedule.unit import ITEM_BYTES
 from zeromesh.units import format_bytes
 
 CostOf = Callable[[Sequence[int]], float]
-"""Cost of stepping a tensor of a shape, in any unit."""
+"""Cost of stepping on a tensor of a shape, in any unit."""
 
 
 def by_owner(
@@ -66,13 +66,13 @@ def by_owner(
 ) -> OwnerOptimizer:
     """Makes an optimizer that steps on whole tensors, each on one rank, its owner.
 
-    Use it for classes that treat each tensor by itself and need the whole tensor: Muon, Shampoo, SOAP, Adafactor,
+    Use it for classes that treat each tensor separately and need the whole tensor: Muon, Shampoo, SOAP, Adafactor,
     LAMB. All ranks call it alike, after `zm.shard`.
 
     Args:
         optimizer: the class, unchanged.
         params: parameters of the sharded model, or groups of them with their own options.
-        cost: function from a tensor's shape to the cost of stepping on it, which owners are balanced by. Default: the
+        cost: function from a tensor's shape to the cost of a step on it, by which owners are balanced. Default: the
             operations of torch's Muon for Muon, else the number of elements.
         bucket_bytes: bytes that one bucket brings to one owner. Default: 64 MiB, or more if ranks would wait for each
             other.
@@ -126,9 +126,9 @@ class OwnerOptimizer(Optimizer):
 
     Attributes:
         kind: the class that steps.
-        placements: of its tensors, those without elements aside.
-        owners: who has which of them, and how even that is.
-        buckets: in which they are stepped.
+        placements: places of its tensors, without tensors that have no elements.
+        owners: which rank owns which tensor, and how even the load is.
+        buckets: the buckets in which tensors are stepped on.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class OwnerOptimizer(Optimizer):
         groups: list[dict[str, Any]],
         options: dict[str, Any],
     ) -> None:
-        """Chooses owners, and puts the buckets into the engine's schedule."""
+        """Chooses owners, and adds the buckets to the engine's schedule."""
         known = {
             param: (place, buffer)
             for buffer in (buffer for unit in engine.units for buffer in unit.trained)
@@ -177,7 +177,7 @@ class OwnerOptimizer(Optimizer):
         }
         places, buffers = [known[param][0] for param in params], [known[param][1] for param in params]
         home = _home_of(engine, self.kind, {buffer.spec.part for buffer in buffers} or {""})
-        dtypes = [(b.spec.grad_dtype, cast(str, b.spec.master_dtype)) for b in buffers]  # they are trained
+        dtypes = [(b.spec.grad_dtype, cast(str, b.spec.master_dtype)) for b in buffers]  # all are trained
         self._grad_dtypes = {param: DTYPES[grad] for param, (grad, _) in zip(params, dtypes, strict=True)}
         self._given = options
         self._require_same(engine, places, cost, bucket_bytes)
@@ -207,7 +207,7 @@ class OwnerOptimizer(Optimizer):
             (param, region) for param, region, own in zip(params, joined, mine, strict=True) if own
         )
         UNPROVEN[self] = require_known_states
-        # All of them if any move, since of those that are divided elsewhere too ranks may have to send others.
+        # All parameters if any moves: if tensors are also divided elsewhere, another rank may have to send its part.
         self._moving = params if any(part.hops for own in parts.values() for part in own) else []
         members = [
             Member(
@@ -245,7 +245,7 @@ class OwnerOptimizer(Optimizer):
     def _require_same(
         self, engine: Engine, places: Sequence[ParamRange], cost: CostOf, bucket_bytes: int | None
     ) -> None:
-        """Raises MismatchError, on all ranks, where they would choose other owners."""
+        """Raises MismatchError, on all ranks, if they would choose different owners."""
         shapes = [tuple(place.global_shape) for place in places]
         named = zip(places, shapes, strict=True)
         lines = [f"{self.kind.__name__} of {place.info.name} {shape} for {cost(shape)}" for place, shape in named]
@@ -271,7 +271,7 @@ class OwnerOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As the class's own, on all ranks together."""
+        """Steps as the class itself does, on all ranks together."""
         engine, loss = self._living_engine(), None
         if closure is not None:
             with torch.enable_grad():
@@ -282,7 +282,7 @@ class OwnerOptimizer(Optimizer):
         return loss
 
     def _run(self, engine: Engine, act: Callable[[Optimizer], object] | None) -> None:
-        """A step, or `act` in its place, on whole tensors."""
+        """Runs a step, or `act` instead, on whole tensors."""
         self._forget_changed(engine)
         self._hand_over()
         for bucket in self.buckets:
@@ -293,14 +293,16 @@ class OwnerOptimizer(Optimizer):
             engine.changes.stepped(updated, by=weakref.ref(self))
 
     def __getattr__(self, name: str) -> Any:
-        """Further methods of the class, such as `train` and `eval` of schedule-free ones; all ranks call them."""
+        """Returns further methods of the class, such as `train` and `eval` of schedule-free ones. All ranks call
+        them."""
         if name.startswith("_") or not callable(getattr(vars(self).get("kind"), name, None)):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return partial(self._call, name)
 
     @torch.no_grad()
     def _call(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """A method may change values, as a step does: gradients of zero go with them, and are dropped."""
+        """Calls a method, which may change values as a step does. Gradients of zero travel with the values, and are
+        dropped."""
         engine = self._living_engine()
         stepped = [*self._grad_dtypes]
         shown = [param.grad for param in stepped]
@@ -313,7 +315,7 @@ class OwnerOptimizer(Optimizer):
                 param.grad = grad
 
     def _forget_changed(self, engine: Engine) -> None:
-        """Marks values that something else changed since the last step on any rank, so they are sent to their owner
+        """Marks values that something else changed on any rank since the last step. They are sent to their owner
         again."""
         if not self._moving:
             return
@@ -331,7 +333,7 @@ class OwnerOptimizer(Optimizer):
             bucket.forget(params)
 
     def _hand_over(self) -> None:
-        """Passes options and states changed by users, schedulers and loads on to the buckets' optimizers."""
+        """Passes options and states that users, schedulers and loads have changed to the buckets' optimizers."""
         for place, (group, taken) in enumerate(zip(self.param_groups, self._taken, strict=True)):
             now = _seen(group)
             changed = {key: group[key] for key in now if key not in taken or not _same(taken[key], now[key])}
@@ -344,7 +346,7 @@ class OwnerOptimizer(Optimizer):
                 bucket.optimizer.state.pop(whole, None)
 
     def _take_over(self) -> None:
-        """Takes over states and group options, such as step counts, that the step has changed."""
+        """Takes over states and group options that the step has changed, such as step counts."""
         first = self.buckets[0].optimizer.param_groups
         for group, own in zip(self.param_groups, first, strict=True):
             group.update(_options(own))
@@ -354,11 +356,11 @@ class OwnerOptimizer(Optimizer):
                 self.state[param] = bucket.optimizer.state[whole]
 
     def kept_values(self) -> list[Tensor]:
-        """The values that this rank keeps for tensors that it owns and does not hold whole."""
+        """The values that this rank keeps for tensors that it owns but does not hold whole."""
         return [values for bucket in self.buckets for values in bucket.values]
 
     def kept_bytes(self) -> int:
-        """The same once all of its tensors have been stepped on."""
+        """Bytes of `kept_values` once all tensors have been stepped on."""
         return sum(member.kept_bytes for bucket in self.buckets for member in bucket.members)
 
     def room_bytes(self) -> tuple[int, int]:
@@ -368,8 +370,8 @@ class OwnerOptimizer(Optimizer):
         return most_room([each.room_bytes for each in described]), most_room([b.room_bytes for b in self.buckets])
 
     def state_bytes(self) -> int:
-        """Bytes of this rank's states once all its tensors have been stepped on, without looking at existing states:
-        the class steps once on a tensor of each kind. Numbers, such as step counts, are not counted."""
+        """Predicts the bytes of this rank's states once all its tensors have been stepped on. It does not look at
+        existing states: the class steps once on a tensor of each kind. Numbers, such as step counts, do not count."""
         found: dict[tuple[object, ...], int] = {}
         total = 0
         for _, param, _ in self._own():
@@ -382,7 +384,7 @@ class OwnerOptimizer(Optimizer):
         return total
 
     def made_state(self, param: ShardedParameter) -> Mapping[str, Any]:
-        """The state that the class makes of one of this rank's tensors, to be read over."""
+        """Makes the state that the class would make for one of this rank's tensors; a load then fills it."""
         like, options = self._whole(param), _options(self._group_of(param))
         return trial_state(self.kind, like, like.device, self._grad_dtypes[param], options, self._given)
 
@@ -390,7 +392,7 @@ class OwnerOptimizer(Optimizer):
         return next(group for group in self.param_groups if any(each is param for each in group["params"]))
 
     def _whole(self, param: ShardedParameter) -> nn.Parameter:
-        """A stand-in of the shape that the class sees, without memory."""
+        """A stand-in without memory, in the shape that the class sees."""
         engine = param.engine()
         device = param.device if engine is None else engine.backend.device
         return nn.Parameter(without_memory(self._stacking.item(param.shape), param.dtype, device))
@@ -409,7 +411,7 @@ def _disown(reference: weakref.ref[Engine], number: int) -> None:
 
 
 def _home_of(engine: Engine, kind: type[Optimizer], parts: set[str]) -> Home:
-    """The home of the one layout that tensors of these parts have."""
+    """Returns the home of the one layout of these parts. Raises OptimizerError if there are several."""
     if len(parts) > 1:
         shown = ", ".join(f"part {part}" if part else "no part" for part in sorted(parts))
         raise OptimizerError(
@@ -420,8 +422,8 @@ def _home_of(engine: Engine, kind: type[Optimizer], parts: set[str]) -> Home:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that may still be allocated; None where no limit is known."""
-    if device.type == "cpu":  # which swaps
+    """Bytes that can still be allocated; None if no limit is known."""
+    if device.type == "cpu":  # the host may swap
         return None
     module = torch.get_device_module(device)
     free: int = module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
@@ -429,8 +431,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def require_memory(optimizer: OwnerOptimizer, control: Control) -> None:
-    """Raises OptimizerError, on all ranks, where one has less memory free than its own tensors' states, values and
-    gradients will take."""
+    """Raises OptimizerError, on all ranks, if one has too little free memory for its own tensors' states, values and
+    gradients."""
     free = free_bytes(optimizer.buckets[0].device)
     if free is None:
         return
@@ -455,7 +457,7 @@ def _stand_in(
     options: Mapping[str, Any],
     stands_for: Callable[[ShardedParameter], nn.Parameter | None],
 ) -> Optimizer:
-    """An optimizer of the class, with these groups, over the tensors that stand for their parameters here."""
+    """Makes an optimizer of the class with these groups, over the tensors that stand for the parameters here."""
     own = [
         {**group, "params": [whole for param in group["params"] if (whole := stands_for(param)) is not None]}
         for group in groups
@@ -468,12 +470,12 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _seen(group: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
-    """Options, each with how often it was written to if it is a tensor, as a learning rate may be."""
+    """Returns the options. Each has a version that counts writes if it is a tensor, as a learning rate may be."""
     return {key: (v, v._version if isinstance(v, Tensor) else 0) for key, v in _options(group).items()}
 
 
 def _same(was: tuple[Any, int], now: tuple[Any, int]) -> bool:
-    """Whether an option is as it was; nothing is read from a device for it."""
+    """Whether an option is unchanged. Reads nothing from a device."""
     (one, written), (other, rewritten) = was, now
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one is other and written == rewritten

@@ -1,8 +1,8 @@
-"""Many tensors of one shape in one step of a class that knows of one at a time: torch's vmap shows it one of a stack.
+"""Steps on many tensors of one shape at once, with a class that handles one: torch's vmap shows it one of a stack.
 
-The class is used as it is: it sees a tensor of an item's shape, and its computation runs on all items
-at once, a matrix product of two matrices as a product of two batches. Results are those of one after the other, but for
-rounding: kernels for batches, and sums over one item of a batch, add up in another order.
+The class is unchanged. It sees a tensor in an item's shape, and its computation runs on all items at once: a matrix
+product becomes a batched one. Results equal those of one step after the other except for rounding, since batched
+kernels and sums add up in another order.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from zeromesh.errors import OptimizerError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stacking:
-    """How tensors are stacked to be stepped on at once."""
+    """How tensors are stacked, to be stepped on at once."""
 
-    alike: bool = False  # tensors of one shape are
-    dims: int | None = None  # that the class sees, the last ones; a tensor of more is a stack. None: it sees all
+    alike: bool = False  # whether tensors of one shape are stacked
+    dims: int | None = None  # trailing dimensions that the class sees, None for all; a tensor with more is a stack
 
     def __post_init__(self) -> None:
         if self.dims is not None and self.dims < 1:
@@ -38,15 +38,16 @@ class Stacking:
             )
 
     def item(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape that the class sees of a tensor of this one."""
+        """The shape that the class sees for a tensor of `shape`."""
         return tuple(shape) if self.dims is None else tuple(shape[max(0, len(shape) - self.dims) :])
 
     def is_batch(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape is a stack by itself."""
+        """Whether a tensor of `shape` is a stack by itself."""
         return self.item(shape) != tuple(shape)
 
     def stacks(self, optimizer: Optimizer) -> list[list[nn.Parameter]]:
-        """All parameters of `optimizer`, those beside each other that have one shape for the class, and one group."""
+        """Groups all parameters of `optimizer`: together are those of one group whose shape is the same for the
+        class."""
         found: dict[object, list[nn.Parameter]] = {}
         for place, group in enumerate(optimizer.param_groups):
             for whole in group["params"]:
@@ -55,7 +56,7 @@ class Stacking:
 
 
 def step_on_stacks(optimizer: Optimizer, stacking: Stacking) -> None:
-    """One step of all parameters that have a gradient."""
+    """Makes one step on all parameters that have a gradient."""
     stacked = [
         (place, alike)
         for place, group in enumerate(optimizer.param_groups)
@@ -71,12 +72,13 @@ def step_on_stacks(optimizer: Optimizer, stacking: Stacking) -> None:
         optimizer.step()
     for place, alike in stacked:
         for group, options in zip(optimizer.param_groups, counted, strict=True):
-            _put_options(group, options)  # a class that counts its steps by group would else count each stack
+            _put_options(group, options)  # without this, a class that counts steps by group would count each stack
         _step_on(optimizer, place, alike, stacking)
 
 
 def _alike(optimizer: Optimizer, wholes: Sequence[nn.Parameter], stacking: Stacking) -> list[list[nn.Parameter]]:
-    """Those that are stepped on at once: of one shape, and with one history, as their states' numbers tell."""
+    """Groups tensors that are stepped on at once. They have one shape and one history, as their states' numbers
+    show."""
     found: dict[object, list[nn.Parameter]] = {}
     for whole in wholes:
         if whole.grad is None or not (stacking.alike or stacking.is_batch(whole.shape)):
@@ -92,13 +94,13 @@ def _alike(optimizer: Optimizer, wholes: Sequence[nn.Parameter], stacking: Stack
 
 
 def _step_on(optimizer: Optimizer, place: int, wholes: Sequence[nn.Parameter], stacking: Stacking) -> None:
-    """One step of tensors that are alike, as one stack."""
+    """Makes one step on tensors that are alike, as one stack."""
     leads = [tuple(whole.shape[: whole.dim() - len(stacking.item(whole.shape))]) for whole in wholes]
     states = [optimizer.state.get(whole, {}) for whole in wholes]
     numbers = {key: value for key, value in states[0].items() if not isinstance(value, Tensor)}
 
     def laid(tensors: Sequence[Tensor]) -> Tensor:
-        """Their items in one stack; they may be states of the items, of another shape."""
+        """Stacks the items of tensors, or of their states, which may have another shape."""
         pairs = zip(tensors, leads, strict=True)
         return _laid_together([each.view(prod(lead), *each.shape[len(lead) :]) for each, lead in pairs])
 
@@ -119,7 +121,7 @@ def _step_on(optimizer: Optimizer, place: int, wholes: Sequence[nn.Parameter], s
         return {key: value for key, value in found.items() if isinstance(value, Tensor)}
 
     with warnings.catch_warnings(), _WholeProducts():
-        # Some functions of a few elements' work go over a stack one by one.
+        # Some functions with little work run over the items one by one.
         warnings.filterwarnings("ignore", message="There is a performance drop")
         kept = {key: each.contiguous() for key, each in torch.vmap(step)(values, grads, held).items()}
     bounds = [0, *accumulate(map(prod, leads))]
@@ -131,7 +133,7 @@ def _step_on(optimizer: Optimizer, place: int, wholes: Sequence[nn.Parameter], s
 
 
 class _WholeProducts(TorchFunctionMode):
-    """Products that are added to something are rounded once, as one matrix's are: torch.vmap alone takes them apart."""
+    """Rounds fused multiply-adds once, as for a single matrix. torch.vmap by itself would split them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -142,7 +144,7 @@ class _WholeProducts(TorchFunctionMode):
 
 
 class _Added(torch.autograd.Function):
-    """torch.addmm, of a stack torch.baddbmm."""
+    """torch.addmm; for a stack, torch.baddbmm."""
 
     @staticmethod
     def forward(added: Tensor, one: Tensor, other: Tensor, beta: float, alpha: float) -> Tensor:
@@ -150,7 +152,7 @@ class _Added(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Optimizers are not differentiated."""
+        """Does nothing: optimizers are not differentiated."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, added: Any, one: Any, other: Any, beta: float, alpha: float) -> Any:
@@ -158,13 +160,13 @@ class _Added(torch.autograd.Function):
             each.expand(info.batch_size, *each.shape) if dim is None else each.movedim(dim, 0)
             for each, dim in zip((added, one, other), in_dims, strict=False)
         ]
-        if stacks[0].dim() == 2:  # a row that is added to each
+        if stacks[0].dim() == 2:  # one row that is added to each
             stacks[0] = stacks[0].unsqueeze(1)
         return torch.baddbmm(*stacks, beta=beta, alpha=alpha), 0
 
 
 def _laid_together(parts: Sequence[Tensor]) -> Tensor:
-    """All in one along the first dimension; the same memory if they lie in it one after the other."""
+    """Concatenates along the first dimension; without a copy if the parts are contiguous in one storage."""
     first, at = parts[0], parts[0].data_ptr()
     for part in parts:
         same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -178,7 +180,7 @@ def _laid_together(parts: Sequence[Tensor]) -> Tensor:
 def _showing(
     optimizer: Optimizer, params: Sequence[Sequence[Tensor]], states: Mapping[Tensor, dict[str, Any]] | None = None
 ) -> Iterator[None]:
-    """The optimizer has these parameters, by group, for a while; and only these states, if any are given."""
+    """Gives the optimizer these parameters, by group, for a while; and only these states, if any are given."""
     lists, held = [group["params"] for group in optimizer.param_groups], optimizer.state
     for group, own in zip(optimizer.param_groups, params, strict=True):
         group["params"] = [*own]
@@ -208,9 +210,9 @@ def _put_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def require_stackable(kind: type[Optimizer], items: Sequence[Tensor], options: Mapping[str, Any]) -> None:
-    """Raises OptimizerError where the class cannot step on a stack.
+    """Raises OptimizerError if the class cannot step on a stack.
 
-    `items` are small tensors of all numbers of dimensions that it will see.
+    `items` are small tensors, one for each number of dimensions that the class will see.
     """
     for item in items:
         params = [nn.Parameter(item.clone()) for _ in range(2)]

@@ -17,7 +17,7 @@ from zeromesh.pieces.region import Region
 
 
 class WholeStates(Whole):
-    """The parameters of one optimizer; see `Whole`."""
+    """The whole states of one optimizer's parameters in its state dict; see `Whole`."""
 
     def shown(self, param: ShardedParameter, key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.dim() or value.dtype not in DTYPE_NAMES:
@@ -31,7 +31,7 @@ class WholeStates(Whole):
         return slice_of(own, value.detach().contiguous().view(-1))
 
     def take(self, optimizer: Optimizer) -> None:
-        for states in optimizer.state.values():  # of all parameters: owners alone would raise else
+        for states in optimizer.state.values():  # of all parameters: else only owners would raise
             for value in states.values():
                 if (
                     isinstance(value, Slice)

@@ -1,4 +1,4 @@
-"""Trials of an optimizer: whether it treats each tensor by itself, and how much state it keeps."""
+"""Trials of an optimizer: whether it treats each tensor separately, and how much state it keeps."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from zeromesh.engine.vouched import stored
 from zeromesh.errors import OptimizerError
 
 MIXING = frozenset({"LBFGS"})
-"""Optimizers of torch.optim that treat all tensors as one."""
+"""Optimizers of torch.optim that treat all tensors as one vector."""
 
 STEPS = 4
-"""Steps of a trial. State left by one step may take effect in the next; a distance from the first values, as in Prodigy
-(arXiv 2306.06101), in the third."""
+"""Steps of a trial. A state that one step leaves may take effect in the next; a distance from the first values, as in
+Prodigy (arXiv 2306.06101), in the third."""
 
 
 Numbers = dict[tuple[int, str], float]
 
 
 def require_tensorwise(kind: type[Optimizer], like: Sequence[Tensor], options: Mapping[str, Any]) -> None:
-    """Raises OptimizerError where stepping on two tensors together differs from stepping on each alone.
+    """Raises OptimizerError if stepping on two tensors together differs from stepping on each separately.
 
-    The second's gradients are large: a norm over both would show in the first. Numbers that a class finds in gradients
-    and keeps for all tensors, in a group's options or as its own, may show later than a trial lasts
-    (D-Adaptation, arXiv 2301.07733: after 2 to 32 steps): they are looked at directly.
+    The second tensor's gradients are large: a norm over both would show in the first. Numbers that a class takes from
+    gradients and keeps for all tensors, in a group's options or as attributes, are compared directly. They may take
+    effect only after the trial (D-Adaptation, arXiv 2301.07733: after 2 to 32 steps).
 
-    `like` are small tensors, of all numbers of dimensions that it will see.
+    `like` are small tensors, one for each number of dimensions that the class will see.
     """
     if any(base.__name__ in MIXING and base.__module__.startswith("torch.optim") for base in kind.__mro__):
         raise _mixes(kind)
@@ -47,7 +47,7 @@ def require_tensorwise(kind: type[Optimizer], like: Sequence[Tensor], options: M
 
 
 def small_like(like: Tensor) -> Tensor:
-    """A tensor of its number of dimensions, dtype and device, of a few elements."""
+    """A small tensor with the number of dimensions, dtype and device of `like`."""
     return _values(like[tuple(slice(4 + place) for place in range(like.dim()))], 0)
 
 
@@ -59,7 +59,7 @@ def _values(like: Tensor, seed: int) -> Tensor:
 def _stepped(
     kind: type[Optimizer], values: Sequence[Tensor], which: Sequence[int], options: Mapping[str, Any]
 ) -> tuple[list[Tensor], Numbers]:
-    """Values after a few steps, and the numbers beside tensors' states that those have changed."""
+    """Returns the values after a few steps, and the numbers outside of tensors' states that the steps have changed."""
     params = [nn.Parameter(values[index].clone()) for index in which]
     optimizer = _made(kind, [{"params": params}], options)
     before = _numbers(optimizer)
@@ -68,7 +68,7 @@ def _stepped(
             param.grad = values[1 - index] * 1000**index
         try:
             optimizer.step()
-        except TypeError as error:  # LBFGS and its like need a closure
+        except TypeError as error:  # LBFGS and similar classes need a closure
             raise OptimizerError(
                 f"zm.by_owner steps {kind.__name__} without a closure, and it does not step so: {error}"
             ) from error
@@ -77,14 +77,14 @@ def _stepped(
 
 
 def _made(kind: type[Optimizer], groups: list[dict[str, Any]], options: Mapping[str, Any]) -> Optimizer:
-    """An optimizer of the class; one of two modes, as schedule-free ones have them, in that of training."""
+    """Makes an optimizer of the class. If it has two modes, as schedule-free ones have, it is in training mode."""
     optimizer = kind(groups, **options)
     getattr(optimizer, "train", lambda: None)()
     return optimizer
 
 
 def _numbers(optimizer: Optimizer) -> Numbers:
-    """Numbers of the optimizer itself and of its first group, by place and name."""
+    """Returns the numbers in the optimizer's attributes and in its first group, by place and name."""
     held = [
         ((place, key), value)
         for place, of in enumerate((vars(optimizer), optimizer.param_groups[0]))
@@ -105,10 +105,11 @@ def _mixes(kind: type[Optimizer], how: str = "") -> OptimizerError:
 def trial_state_bytes(
     kind: type[Optimizer], like: Tensor, grad_dtype: torch.dtype, group: Mapping[str, Any], options: Mapping[str, Any]
 ) -> int:
-    """Bytes that the class keeps for a tensor once it has stepped on it, numbers aside.
+    """Bytes that the class keeps for a tensor after stepping on it, without numbers.
 
-    On torch's meta device, which takes no memory; a class that looks at values is tried on the tensor's own. The tensor
-    has the shape, dtype and device of `like`, and its group the options `group` beside the class's.
+    The trial runs on torch's meta device, which takes no memory; a class that reads values is tried on the tensor's
+    device. The tensor has the shape, dtype and device of `like`. Its group has the options `group`, and the class gets
+    `options`.
     """
     try:
         state = trial_state(kind, like, torch.device("meta"), grad_dtype, group, options)
@@ -125,7 +126,7 @@ def trial_state(
     group: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Mapping[str, Any]:
-    """The state that the class makes of a tensor in one step; arguments as `trial_state_bytes`."""
+    """Returns the state that the class makes for a tensor in one step; for arguments see `trial_state_bytes`."""
     param = nn.Parameter(torch.ones(like.shape, dtype=like.dtype, device=device))
     if grad_dtype != like.dtype:
         param.grad_dtype = grad_dtype
@@ -137,7 +138,7 @@ def trial_state(
 
 
 def kept_tensors(state: Mapping[str, Any], param: Tensor) -> list[Tensor]:
-    """The tensors of a parameter's states, without numbers such as step counts."""
+    """The tensors among a parameter's states, without numbers such as step counts."""
     return [
         part
         for key, value in state.items()

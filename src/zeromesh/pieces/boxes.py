@@ -1,8 +1,8 @@
-"""A slice of a flattened tensor as boxes of the N-dimensional one, and back.
+"""Converts a slice of a flattened tensor to boxes of the N-dimensional tensor, and back.
 
-[Note: Boxes] Row-major elements ``start`` to ``stop`` of an N-d tensor are at most ``2N - 1`` boxes: the rows that are
-whole, and before and after them the rest of one row, which is a slice of a tensor with a dimension less. Each box
-is itself a contiguous range of the flattened tensor, so it is a view, and its bytes are written as they lie::
+[Note: Boxes] Row-major elements ``start`` to ``stop`` of an N-d tensor are at most ``2N - 1`` boxes: the whole rows,
+and before and after them part of a row, which is itself a slice of a tensor with one dimension less. Each box is a
+contiguous range of the flattened tensor, so it is a view, and its bytes are written as they lie::
 
     shape (3, 4), 2..11      . . A A        A: rows 0..1 x columns 2..4
                              B B B B        B: rows 1..2 x columns 0..4
@@ -22,9 +22,9 @@ from zeromesh.errors import InternalError
 class Box:
     """A box of a tensor that is a contiguous range of its flattened elements."""
 
-    offsets: tuple[int, ...]  # of its first element, one for each dimension
+    offsets: tuple[int, ...]  # of the first element, one for each dimension
     sizes: tuple[int, ...]
-    start: int  # where it begins in the flattened tensor
+    start: int  # position of the first element in the flattened tensor
 
     @property
     def numel(self) -> int:
@@ -36,12 +36,12 @@ class Box:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The index of its elements in the tensor."""
+        """The index of the box's elements in the tensor."""
         return tuple(slice(first, first + size) for first, size in zip(self.offsets, self.sizes, strict=True))
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """Elements `start` to `stop` of a row-major tensor of `shape`, as boxes in order: [Note: Boxes].
+    """Returns elements `start` to `stop` of a row-major tensor of `shape`, as boxes in order: [Note: Boxes].
 
     >>> [(box.offsets, box.sizes) for box in boxes_of((3, 4), 2, 11)]
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]
@@ -52,7 +52,8 @@ def boxes_of(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
 
 
 def _boxes(shape: tuple[int, ...], row: tuple[int, ...], start: int, stop: int, base: int) -> Iterator[Box]:
-    """Boxes of a range that is not empty, of the part of the tensor at index `row`, whose first element is `base`."""
+    """Yields the boxes of a non-empty range in the part of the tensor at index `row`. That part's first element is
+    number `base`."""
     depth = len(row)
     if depth == len(shape):
         yield Box(offsets=row, sizes=(1,) * depth, start=base)
@@ -74,8 +75,8 @@ def _boxes(shape: tuple[int, ...], row: tuple[int, ...], start: int, stop: int, 
 
 
 def runs_of(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Any box of a row-major tensor as contiguous ranges of it, the inverse of `boxes_of`: (where the range starts in
-    the flattened tensor, its length, where it starts in the flattened box).
+    """Yields a box of a row-major tensor as contiguous ranges: (start in the flattened tensor, length, start in the
+    flattened box). Inverse of `boxes_of`.
 
     >>> list(runs_of((3, 4), (1, 0), (2, 4)))
     [(4, 8, 0)]
@@ -86,7 +87,7 @@ def runs_of(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) 
         raise InternalError(f"a box at {tuple(offsets)} of {tuple(sizes)} is not of a tensor of shape {tuple(shape)}")
     if not prod(sizes):
         return
-    # The innermost dimensions that the box covers whole, and one more, are contiguous.
+    # The innermost dimensions that the box covers whole, and the next one, are contiguous.
     split = len(shape)
     while split > 0 and sizes[split - 1] == shape[split - 1]:
         split -= 1

@@ -1,4 +1,4 @@
-"""The region of a DTensor that a rank has."""
+"""The region of a DTensor that a rank holds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zeromesh.pieces.region import Region
 def dtensor_region(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], coordinate: Sequence[int] | None = None
 ) -> Region:
-    """The region of a DTensor that the rank with this coordinate on the mesh holds; this rank by default."""
+    """Returns the region of a DTensor that the rank with `coordinate` on the mesh holds. Default: this rank."""
     index, at_mesh = folding(shape, mesh, placements), [*(coordinate or mesh.get_coordinate() or ())]
     boxes = [Replicate() if at == index else placement for at, placement in enumerate(placements)]
     sizes, offsets = map(list, _compute_local_shape_and_global_offset(tuple(shape), mesh.shape, at_mesh, boxes))
-    # Torch puts the empty box of a rank that has nothing where the tensor ends, or beyond.
+    # If a rank has nothing, torch puts its empty box at the tensor's end, or beyond.
     offsets, fold = [*map(min, offsets, shape)], (0, 1)
     if index is not None:
         placement = placements[index]
@@ -31,8 +31,9 @@ def dtensor_region(
 
 
 def folding(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> int | None:
-    """The dimension of the mesh over which a DTensor is divided in equal parts, each of them evenly: [Note: Folds] of
-    `zeromesh.pieces.region`. None if there is none, or if the axis that divides a dimension so has others beside it."""
+    """Returns the mesh dimension over which a tensor dimension is divided in equal parts, each of them evenly: [Note:
+    Folds] of `zeromesh.pieces.region`. None if there is none, or if further mesh dimensions divide the same tensor
+    dimension."""
     divided = [placement.dim % len(shape) for placement in placements if isinstance(placement, Shard | _StridedShard)]
     strided = [at for at, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
     if len(strided) != 1:

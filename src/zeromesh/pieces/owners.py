@@ -1,16 +1,18 @@
-"""Who owns which tensor, where an optimizer needs whole ones: chosen once, from costs and from where the slices lie.
+"""Chooses which rank owns which tensor, for optimizers that need whole tensors: once, from costs and from the slices'
+locations.
 
-[Note: Balance] All owners step at once, so a step takes as long as the one with the most work. Longest first, each
-tensor to whoever has least (Graham 1969), gives a limit. Then each tensor goes, under the limit or 5 % above the mean,
-to the rank for which the least has to move, the slow axes first. A cheap choice may take memory: a rank that holds more
-elements than 5 % above the mean, or than the longest tensor has, gets no more for being near. A tensor is not divided,
-so with few tensors for many ranks no choice is even: `Owners.bound` is a lower bound of all choices.
+[Note: Balance] All owners step at once, so a step takes as long as the owner with the most work. Giving each tensor,
+longest first, to the rank with the least work (Graham 1969) yields a limit. The limit is at least 5 % above the mean.
+Then each tensor goes to the rank, within the limit, for which the least has to move, over slow axes first. A cheap
+choice may take memory: proximity does not count for a rank with more elements than 5 % above the mean, or than the
+longest tensor has. A tensor is not divided, so with few tensors for many ranks no choice is even: `Owners.bound` is a
+lower bound of all choices.
 
-[Note: Planes] A tensor may be divided before it is sharded, over axes that have no stage (tensor parallelism): the
-ranks with one index on each of these axes are a plane, and have a region of the tensor in slices. Whole is whole over
-the planes too: `across` makes a layout in which their axes divide everything, and tensors are owned among all of its
-ranks. A tensor that is not divided over one of these axes is there once for each of its indices: such copies are
-stepped alike, each by an owner among its own planes at the same place, so that nothing of them crosses the axis.
+[Note: Planes] A tensor may be divided before it is sharded, over axes that have no stage (tensor parallelism). The
+ranks with one index on each of these axes are a plane; they hold a region of the tensor in slices. An owner needs the
+tensor of all planes: `across` makes a layout in which their axes divide everything, and tensors are owned among all of
+its ranks. If one of these axes does not divide a tensor, each index on it has a copy. Copies are stepped on alike, each
+by an owner at the same place in its own planes, so that none of their bytes cross the axis.
 """
 
 from __future__ import annotations
@@ -27,23 +29,24 @@ from zeromesh.pieces.region import Region
 from zeromesh.strategy import Axis, Layout, Stage, Wire
 
 SLACK = 1.05
-"""Factor on the mean load up to which balance is given up for less traffic: half of the required 10 %."""
+"""Factor on the mean load up to which less traffic matters more than balance: half of the required 10 %."""
 
 NEWTON_SCHULZ_STEPS = 5
-"""As in torch.optim.Muon and its first publication (https://kellerjordan.github.io/posts/muon)."""
+"""As in torch.optim.Muon and in the first publication (https://kellerjordan.github.io/posts/muon)."""
 
 BUCKET_BYTES = 64 << 20
-"""Gradients and values of one bucket on the rank that has most of them, unless ranks would then wait for each other.
-Three buckets are in memory at once."""
+"""Gradients and values of one bucket on the rank that has most of them. It may be more, to avoid that ranks wait for
+each other. Three buckets are in memory at once."""
 
 WAITS = 1.1
-"""As little may be lost to buckets in which one rank has more to do than others as to the balance of owners: 10 %."""
+"""Limit for the time that is lost because one rank has more to do than others in a bucket: 10 %, as for the balance of
+owners."""
 
 
 def newton_schulz_flops(shape: Sequence[int]) -> float:
-    """FLOPs of the iteration that orthogonalises a matrix, or each matrix of a batch (last two dimensions).
+    """Returns the FLOPs of the iteration that orthogonalises a matrix, or each matrix of a batch (last two dimensions).
 
-    A step of an m x n matrix, m <= n: its Gram matrix, that squared, and the product of both with it.
+    A step on an m x n matrix, m <= n, computes its Gram matrix, that matrix squared, and the product of both with it.
 
     >>> newton_schulz_flops((4, 8)) == NEWTON_SCHULZ_STEPS * (2 * (4 * 4 * 8) * 2 + 2 * 4**3)
     True
@@ -55,11 +58,11 @@ def newton_schulz_flops(shape: Sequence[int]) -> float:
 
 
 class Share(NamedTuple):
-    """The part of one tensor, or of one copy of it, that one rank holds; not empty."""
+    """The part of one tensor, or of one copy of it, that one rank holds. Never empty."""
 
-    copy: int  # which, if there are several: [Note: Planes]
-    rank: int  # among those that hold the states together
-    region: Region | None  # in which `start` and `stop` count, flattened; None for all of the tensor
+    copy: int  # number of the copy, if there are several: [Note: Planes]
+    rank: int  # among the ranks that hold the states together
+    region: Region | None  # `start` and `stop` count in it, flattened; None for the whole tensor
     start: int
     stop: int
 
@@ -68,8 +71,8 @@ class Share(NamedTuple):
 class Placement:
     """Where one tensor lies among the ranks that hold one copy of the states.
 
-    `planes`: by plane, which copy of the tensor it has, and which part: [Note: Planes]. None: there is one, which has
-    all.
+    `planes`: by plane, the number of the copy that it has, and its part: [Note: Planes]. None: one plane has the whole
+    tensor.
     """
 
     name: str
@@ -87,7 +90,7 @@ class Placement:
         return 1 if self.planes is None else len({copy for copy, _ in self.planes})
 
     def mirrors(self, owner: int, ranks: int) -> tuple[int, ...]:
-        """The owners of all copies, where `owner` has the first."""
+        """Returns the owners of all copies if `owner` owns the first."""
         if self.copies == 1:
             return (owner,)
         by_copy = self._planes_by_copy()
@@ -96,7 +99,7 @@ class Placement:
         return tuple(planes[index] * (ranks // len(self.planes or ())) + place for planes in by_copy)
 
     def candidates(self, ranks: int) -> Sequence[int]:
-        """Those that may own the first copy."""
+        """Returns the ranks that may own the first copy."""
         if self.copies == 1:
             return range(ranks)
         each = ranks // len(self.planes or ())
@@ -109,7 +112,7 @@ class Placement:
         return found
 
     def shares(self, ranks: int) -> Iterator[Share]:
-        """The shares of all ranks that hold some of it, plane by plane."""
+        """Yields the shares of all ranks that hold part of the tensor, plane by plane."""
         planes = self.planes or ((0, Region.whole(self.shape)),)
         each = ranks // len(planes)
         length = self.padded // each
@@ -125,28 +128,28 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owners:
-    """Which rank owns each tensor, and how even that is: [Note: Balance].
+    """Which rank owns each tensor, and how even the load is: [Note: Balance].
 
-    `rank_of`: by tensor, among the ranks that hold one copy of the states, as `Layout.shard` numbers chunks; of several
-    copies of a tensor that of the first: `Placement.mirrors`.
+    `rank_of`: the owner by tensor, among the ranks that hold one copy of the states, numbered as `Layout.shard` numbers
+    chunks. If a tensor has several copies, the owner of the first; for others see `Placement.mirrors`.
     """
 
     rank_of: tuple[int, ...]
     loads: tuple[float, ...]  # by rank, the summed costs of its tensors
-    bound: float  # no choice has a rank with less than this
+    bound: float  # in every choice some rank has at least this load
 
     @property
     def balance(self) -> float:
-        """The largest load in times of the mean; 1 is even."""
+        """The largest load divided by the mean load; 1 is even."""
         total = sum(self.loads)
         return max(self.loads) * len(self.loads) / total if total else 1.0
 
 
 def across(layout: Layout, further: Sequence[tuple[str, int]]) -> Layout:
-    """The layout of all ranks that tensors are divided over, those of all planes: [Note: Planes].
+    """Returns the layout of all ranks that tensors are divided over, in all planes: [Note: Planes].
 
-    `further`: name and size of the axes that planes are numbered along, the first most significant. Bytes along them
-    move last on the way to an owner, and first on the way back.
+    `further` has names and sizes of the axes that number the planes, the first most significant. Bytes move along them
+    last on the way to an owner, and first on the way back.
     """
     axes = [
         Axis(name=name, mesh_axis=name, size=size, stride=1, stage=Stage.THREE, wire=Wire()) for name, size in further
@@ -157,12 +160,12 @@ def across(layout: Layout, further: Sequence[tuple[str, int]]) -> Layout:
 def choose_owners(
     layout: Layout, tensors: Sequence[Placement], costs: Sequence[float], *, anywhere: bool = False
 ) -> Owners:
-    """The owners of `tensors`: [Note: Balance]. The same on every rank, since it looks at nothing else.
+    """Chooses the owners of `tensors`: [Note: Balance]. All ranks choose the same, since only the arguments matter.
 
     Args:
-        tensors: in an order that all ranks share.
-        costs: of stepping each, in any unit.
-        anywhere: no rank is nearer to a tensor than another.
+        tensors: all tensors, in the same order on all ranks.
+        costs: cost of a step on each, in any unit.
+        anywhere: True if no rank is nearer to a tensor than another.
     """
     ranks = layout.degree(layout.significant)
     order = sorted(range(len(tensors)), key=lambda index: -costs[index])
@@ -222,8 +225,8 @@ def _nearest(
 
 
 def _moved(layout: Layout, tensor: Placement) -> dict[int, tuple[int, ...]]:
-    """By rank that has a part of its first copy: elements that cross each axis if it owns that, outermost axis
-    first."""
+    """Returns, for each rank that has part of the first copy, the elements that cross each axis if it is the owner,
+    outermost axis first."""
     strides = significant_strides(layout)
     shares = [share for share in tensor.shares(layout.degree(layout.significant)) if share.copy == 0]
     there = {name: dict[int, int]() for name in strides}
@@ -238,7 +241,7 @@ def _moved(layout: Layout, tensor: Placement) -> dict[int, tuple[int, ...]]:
 
 
 def significant_strides(layout: Layout) -> dict[str, tuple[int, int]]:
-    """By axis that states are sharded over, outermost first: (distance between neighbours' chunks, size)."""
+    """Returns, by axis that states are sharded over, outermost first: (distance between neighbours' chunks, size)."""
     strides, stride = {}, 1
     for axis in reversed(layout.significant):
         strides[axis.name] = (stride, axis.size)
@@ -255,8 +258,8 @@ def _loads(tensors: Sequence[Placement], owners: Sequence[int], costs: Sequence[
 
 
 def _bound(costs: Sequence[float], ranks: int) -> float:
-    """A lower bound on the largest load under any choice: the mean, and of the k*ranks + 1 longest the k + 1 shortest,
-    which share a rank."""
+    """A lower bound on the largest load under any choice: the maximum of the mean, of the largest cost, and for each k
+    of the sum of the k + 1 smallest among the k*ranks + 1 largest, since some rank has k + 1 of these."""
     longest = sorted(costs, reverse=True)
     crowded = [sum(longest[k * ranks - k : k * ranks + 1]) for k in range(1, (len(longest) - 1) // ranks + 1)]
     return max([sum(costs) / ranks, *longest[:1], *crowded])
@@ -265,17 +268,18 @@ def _bound(costs: Sequence[float], ranks: int) -> float:
 def cut(
     tensors: Sequence[Placement], owners: Owners, costs: Sequence[float], most_numel: int, *, waits: float = WAITS
 ) -> list[list[int]]:
-    """The tensors in buckets that are stepped one after the other: in each, every rank has about as much to do.
+    """Divides the tensors into buckets that are stepped on one after the other. In each bucket, every rank has about
+    equal work.
 
     Args:
         most_numel: elements that a rank should have in one bucket at most.
-        waits: the most that all buckets may take together, where each takes as long as its slowest owner, in times of
-            the largest load. Fewer and longer buckets are made until it is kept.
+        waits: limit for the time of all buckets, as a multiple of the largest load; each bucket takes as long as its
+            slowest owner. Buckets are made fewer and longer until the limit is kept.
     """
     own: dict[int, list[int]] = {}
     elements: Counter[int] = Counter()
-    # Those of one shape beside each other, for who steps on them at once. All copies of a tensor are in one bucket, for
-    # which the first one counts.
+    # Tensors of one shape are neighbours, so that they may be stepped on at once. All copies of a tensor are in one
+    # bucket, which the first copy decides.
     for index in sorted(range(len(tensors)), key=lambda index: (-costs[index], tensors[index].shape, index)):
         own.setdefault(owners.rank_of[index], []).append(index)
         for rank in tensors[index].mirrors(owners.rank_of[index], len(owners.loads)):
@@ -292,7 +296,7 @@ def cut(
 def _cut(
     own: Mapping[int, Sequence[int]], owners: Owners, costs: Sequence[float], count: int
 ) -> tuple[list[list[int]], float]:
-    """So many buckets, and the sum of the work of each one's slowest owner."""
+    """Makes `count` buckets. Returns them, and the sum over buckets of the work of their slowest owners."""
     buckets: list[list[int]] = [[] for _ in range(count)]
     slowest = [0.0] * count
     for rank, indices in own.items():

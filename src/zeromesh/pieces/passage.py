@@ -1,15 +1,15 @@
-"""How slices of tensors come to their owners, and how the owners' results come back.
+"""Routes of tensors' slices to their owners, and of the owners' results back.
 
 [Note: Passage] A part of a tensor goes from the rank that holds it to the tensor's owner axis by axis, the outermost
-first: ranks then share evenly the bytes on the slow links, and nothing crosses them twice. The way back is the same
-ranks in reverse. So over axis a the ranks that hold one copy of the states together send, each way, the elements at
-another index on a than its owner has::
+first. So ranks share the bytes on the slow links evenly, and nothing crosses these twice. The way back visits the same
+ranks in reverse. Over axis a, each way, the ranks that hold one copy of the states together send the elements whose
+index on a differs from their owner's::
 
     node=3,cluster=1 on 2 x 2; chunks 0 to 3 are (node, cluster) = (0,0), (0,1), (1,0), (1,1); a tensor of chunk 0's
     owner:   cluster: 1 -> 0, 3 -> 2      node: 2 (with 3's part) -> 0
 
-[Note: Kept values] An owner keeps the values of its tensors from step to step, so gradients come to it, and values go
-back. Where somebody else has changed a tensor since (a load, another optimizer, a user), its values come anew.
+[Note: Kept values] An owner keeps the values of its tensors from step to step, so gradients come to it and values go
+back. If something else has changed a tensor since (a load, another optimizer, a user), its values come as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zeromesh.strategy import Axis, Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """One message of a passage, of one part over one axis, between ranks of those that hold one copy of the states."""
+    """One message with a part over one axis, between ranks that hold one copy of the states."""
 
     axis: str
     source: int
@@ -36,10 +36,10 @@ class Hop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The part of one tensor that one rank holds, on its way to the owner: [Note: Passage]."""
+    """The part of one tensor that one rank holds, and its way to the owner: [Note: Passage]."""
 
     tensor: int
-    region: Region | None  # in which `start` and `stop` count, flattened; None for all of the tensor
+    region: Region | None  # `start` and `stop` count in it, flattened; None for the whole tensor
     start: int
     stop: int
     home: int  # the rank that holds it
@@ -52,13 +52,13 @@ class Part:
 
     @property
     def passed_by(self) -> tuple[int, ...]:
-        """Ranks that have it in memory of its own for a while: those on its way, and its owner where it is no range of
-        the tensor."""
+        """Ranks that have separate memory for the part for a while: those on its way, and its owner if the part is not
+        a range of the tensor."""
         return tuple(hop.target for hop in (self.hops if self.region is not None else self.hops[:-1]))
 
 
 def passage(layout: Layout, tensors: Sequence[Placement], rank_of: Sequence[int]) -> tuple[Part, ...]:
-    """The parts of all `tensors`, in an order that all ranks share."""
+    """Returns the parts of all `tensors`, in the same order on all ranks."""
     strides, ranks = significant_strides(layout), layout.degree(layout.significant)
     found = []
     for index, (tensor, owner) in enumerate(zip(tensors, rank_of, strict=True)):
@@ -84,9 +84,9 @@ def _hops(strides: Mapping[str, tuple[int, int]], home: int, owner: int) -> tupl
 def bucket_of(
     layout: Layout, tensors: Sequence[Placement], parts: Sequence[Part], rank: int, dtypes: Sequence[tuple[str, str]]
 ) -> Bucket:
-    """The schedule's description of a bucket: the messages that `rank` sends, and its temporary memory.
+    """Describes a bucket for the schedule: the messages that `rank` sends, and its temporary memory.
 
-    `dtypes` are those of gradient and values, by tensor.
+    `dtypes` has those of gradient and values, by tensor.
     """
     there, back, anew = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for part in parts:
@@ -107,8 +107,8 @@ def bucket_of(
 
 
 def rooms_of(tensors: Sequence[Placement], parts: Sequence[Part], dtypes: Sequence[tuple[str, str]]) -> Counter[int]:
-    """By rank, the bytes that come to it for a bucket's `parts` and go with it: gradients where their tensors are
-    owned, unless all of a tensor lies there already, and pieces that pass by on their way."""
+    """Returns, by rank, the bytes of temporary memory for a bucket's `parts`: gradients at their tensors' owners,
+    unless a whole tensor lies there already, and pieces that pass through."""
     rooms: Counter[int] = Counter()
     for part in parts:
         grad, values = (ITEM_BYTES[dtype] for dtype in dtypes[part.tensor])

@@ -30,24 +30,24 @@ DTYPES = {
         torch.float8_e5m2,
     )
 }
-"""Those that a piece can have, by name."""
+"""The dtypes that a piece can have, by name."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
-    """A contiguous range of a flattened tensor, or of a flattened region of one: [Note: Regions] of `region`."""
+    """A contiguous range of a flattened tensor, or of a flattened region of a tensor: [Note: Regions] of `region`."""
 
     name: str  # of the tensor in the checkpoint
     shape: tuple[int, ...]  # of the whole tensor
-    start: int  # where the range starts in the flattened region
+    start: int  # start of the range in the flattened region
     local: Tensor  # its elements, contiguous, 1-D; shares memory with its source
-    within: Region | None = None  # None for all of the tensor
+    within: Region | None = None  # None for the whole tensor
 
     def __post_init__(self) -> None:
         if self.within is not None and self.within.is_whole:
-            object.__setattr__(self, "within", None)  # one spelling of a whole tensor
+            object.__setattr__(self, "within", None)  # so that a whole tensor has one spelling
         if self.local.dim() != 1 or not self.local.is_contiguous():
             raise InternalError(f"{self.name}: a piece must be contiguous and 1-D; got {tuple(self.local.shape)}")
         if self.local.dtype not in DTYPE_NAMES:
@@ -61,11 +61,11 @@ class Piece:
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """Its elements, as boxes of the whole tensor."""
+        """The piece's elements, as boxes of the whole tensor."""
         return self.region.boxes(self.start, self.stop) if self.local.numel() else ()
 
     def view(self, box: Box) -> Tensor:
-        """The elements of one of its boxes, in the box's shape; shares memory."""
+        """The elements of one of the piece's boxes, in the box's shape; shares memory."""
         first = box.start - self.start
         return self.local[first : first + box.numel].view(box.sizes)
 
@@ -75,7 +75,7 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the tensor lies elsewhere."""
+        """Whether it has all elements of the tensor."""
         return self.local.numel() == math.prod(self.shape)
 
     @property
@@ -83,7 +83,7 @@ class Piece:
         return self.local.numel() * self.local.itemsize
 
     def rows(self) -> Iterator[Piece]:
-        """The same elements as ranges of the whole tensor; share its memory."""
+        """Yields the same elements as ranges of the whole tensor, in the same memory."""
         if self.within is None:
             yield self
             return
@@ -93,18 +93,18 @@ class Piece:
                 yield Piece(name=self.name, shape=self.shape, start=start, local=local[at : at + length])
 
     def part(self, start: int, stop: int) -> Piece:
-        """Elements `start` to `stop` of the flattened region, which lie inside."""
+        """Elements `start` to `stop` of the flattened region, which must lie inside the piece."""
         return replace(self, start=start, local=self.local[start - self.start : stop - self.start])
 
 
 def whole(name: str, tensor: Tensor, within: Region | None = None) -> Piece:
-    """All of a tensor, or of a region of one."""
+    """Makes a piece of a whole tensor, or of a whole region of one."""
     shape, local = tuple(tensor.shape) if within is None else within.shape, tensor.detach().contiguous().view(-1)
     return Piece(name=name, shape=shape, start=0, local=local, within=within)
 
 
 def copy_shared(source: Piece, target: Piece) -> int:
-    """Copies the elements that two pieces of a tensor both hold, converted; returns their number."""
+    """Copies the elements that two pieces of a tensor both hold, with conversion. Returns their number."""
     if source.region == target.region:
         start, stop = max(source.start, target.start), min(source.stop, target.stop)
         if start < stop:
@@ -121,12 +121,13 @@ def copy_shared(source: Piece, target: Piece) -> int:
 
 
 def _within(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    """The slices that cut a box at `offsets` of `sizes` out of another that contains it."""
+    """The slices that cut a box at `offsets` with `sizes` out of `box`, which contains it."""
     return tuple(slice(o - b, o - b + size) for o, b, size in zip(offsets, box.offsets, sizes, strict=True))
 
 
 def share(pieces: Sequence[Piece], index: int, count: int) -> list[Piece]:
-    """The pieces that replica `index` of `count` writes, all of which hold `pieces`: an equal share of the bytes.
+    """Returns the pieces that replica `index` of `count` writes: an equal share of the bytes of `pieces`, which all
+    replicas hold.
 
     >>> piece = Piece(name="w", shape=(6,), start=0, local=torch.arange(6.0))
     >>> [p.local.tolist() for p in share([piece], 1, 2)]
@@ -140,7 +141,8 @@ def share(pieces: Sequence[Piece], index: int, count: int) -> list[Piece]:
 
 
 def _between(pieces: Iterable[Piece], first: int, last: int) -> Iterator[Piece]:
-    """The parts of `pieces`, laid end to end, from byte `first` to byte `last`, both rounded down to whole elements."""
+    """Yields the parts of `pieces`, laid end to end, from byte `first` to byte `last`, both rounded down to whole
+    elements."""
     at = 0
     for piece in pieces:
         size = piece.local.itemsize

@@ -1,8 +1,8 @@
-"""A part of a tensor that is held as a tensor of its own, as tensor parallelism leaves it on a rank.
+"""A part of a tensor that a rank holds as a tensor of its own, as in tensor parallelism.
 
 [Note: Regions] A parameter may be divided twice: into boxes, by the code that made it a DTensor, and each box,
-flattened row by row, into slices. A slice of a box is boxes of the whole tensor again, each of them a contiguous range
-of the box and not of the tensor::
+flattened row by row, into slices. A slice of a box is again several boxes of the whole tensor. Each is a contiguous
+range of the first box, but not of the tensor::
 
     shape (4, 4), the region of columns 2..4, its elements 1..7
 
@@ -11,9 +11,9 @@ of the box and not of the tensor::
         . . | B B
         . . | C .       C: row 3, column 2
 
-[Note: Folds] Where a dimension holds several matrices one after the other (packed projections), each of them may be
-divided: the region is a box of the tensor that has this dimension folded in two, which are as many boxes of the tensor
-itself. Its slices are boxes that are contiguous in it again::
+[Note: Folds] If a dimension holds several matrices one after the other (packed projections), each matrix may be
+divided. Fold this dimension in two: the region is one box of the folded tensor, and as many boxes of the tensor itself
+as there are matrices. Its slices consist of boxes that are contiguous in the region::
 
     shape (4, 2), fold (0, 2), offsets (1, 0), sizes (2, 2): rows 1 and 3, the second half of either half
 """
@@ -31,9 +31,9 @@ from zeromesh.pieces.boxes import Box, boxes_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A box of a tensor, [Note: Regions], or of one with a dimension folded, [Note: Folds].
+    """A box of a tensor, [Note: Regions], or of a tensor with a folded dimension, [Note: Folds].
 
-    `fold`: a dimension, and how many equal parts of it there are, of each of which the region has the same.
+    `fold`: a dimension, and its number of equal parts; the region has the same range of each part.
     """
 
     shape: tuple[int, ...]  # of the whole tensor
@@ -48,7 +48,7 @@ class Region:
             raise InternalError(f"{self} does not lie within the tensor")
         dim, parts = self.fold
         if parts == 1 or self.is_whole:
-            object.__setattr__(self, "fold", (0, 1))  # one spelling of a box
+            object.__setattr__(self, "fold", (0, 1))  # so that a box has one spelling
         elif not 0 <= dim < len(self.shape) or parts < 1 or self.shape[dim] % parts or self.sizes[dim] % parts:
             raise InternalError(f"{self} must have a dimension of {parts} equal parts")
         elif self.offsets[dim] + self.sizes[dim] // parts > self.shape[dim] // parts:
@@ -64,19 +64,19 @@ class Region:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the tensor lies elsewhere."""
+        """Whether it is the whole tensor."""
         return self.sizes == self.shape
 
     @property
     def begins(self) -> int | None:
-        """Where it starts in the flattened tensor, if it is a range of that."""
+        """Its start in the flattened tensor if it is a contiguous range of it, else None."""
         if self.fold[1] > 1 or any(size > 1 for size in self.sizes[: max(0, self.batch - 1)]):
             return None
         return sum(offset * prod(self.shape[dim + 1 :]) for dim, offset in enumerate(self.offsets))
 
     @property
     def index(self) -> tuple[slice | list[int], ...]:
-        """The index that cuts it out of the whole tensor."""
+        """The index that cuts the region out of the whole tensor."""
         ranges = [self.ranges(dim) for dim in range(len(self.shape))]
         return tuple(
             slice(own[0].start, own[0].stop) if len(own) == 1 else [*chain.from_iterable(own)] for own in ranges
@@ -84,23 +84,23 @@ class Region:
 
     @property
     def batch(self) -> int:
-        """How many of the first dimensions it takes to say which part it is: none if it is whole."""
+        """How many of the first dimensions tell which part it is: 0 if it is whole."""
         return max(
             (dim + 1 for dim, (n, all_of_it) in enumerate(zip(self.sizes, self.shape, strict=True)) if n < all_of_it),
             default=0,
         )
 
     def whole_shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The whole shape of a tensor with the same first dimensions (a state of a batch of matrices), given the sizes
-        of the part that belongs to the region."""
+        """The whole shape of a tensor with the same first dimensions (a state of a batch of matrices). `sizes` are
+        those of the part that belongs to the region."""
         return (*self.shape[: self.batch], *sizes[self.batch :])
 
     def is_part_of(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape is such a one."""
+        """Whether a tensor of `shape` has the same first dimensions."""
         return tuple(shape[: self.batch]) == self.shape[: self.batch]
 
     def of(self, shape: Sequence[int]) -> Region:
-        """The region of such a tensor that belongs to it.
+        """Returns the region of such a tensor that belongs to this region.
 
         >>> Region(shape=(4, 3, 2), offsets=(2, 0, 0), sizes=(2, 3, 2)).of((4, 7)).sizes
         (2, 7)
@@ -113,13 +113,13 @@ class Region:
         return Region(shape=tuple(shape), offsets=offsets, sizes=(*self.sizes[:lead], *rest), fold=self.fold)
 
     def ranges(self, dim: int) -> list[range]:
-        """Its ranges in a dimension."""
+        """The region's ranges in dimension `dim`."""
         parts = self.fold[1] if dim == self.fold[0] else 1
         first, size, apart = self.offsets[dim], self.sizes[dim] // parts, self.shape[dim] // parts
         return [range(first + part * apart, first + part * apart + size) for part in range(parts)]
 
     def boxes(self, start: int, stop: int) -> tuple[Box, ...]:
-        """Elements `start` to `stop` of the flattened region, as boxes of the whole tensor; where each begins is told
+        """Returns elements `start` to `stop` of the flattened region, as boxes of the whole tensor. `Box.start` counts
         in the flattened region.
 
         >>> region = Region(shape=(4, 4), offsets=(0, 2), sizes=(4, 2))
@@ -137,7 +137,8 @@ class Region:
         )
 
     def _unfolded(self, dim: int, parts: int, start: int, stop: int) -> Iterator[Box]:
-        """The boxes of the folded region, each in one part of the dimension, from the region's first element."""
+        """Yields the boxes of a folded region, each in one part of the dimension, with offsets from the region's first
+        element."""
         apart, depth = self.shape[dim] // parts, self.sizes[dim] // parts
         for box in boxes_of((*self.sizes[:dim], parts, depth, *self.sizes[dim + 1 :]), start, stop):
             inner = box.sizes[dim + 1 :]
@@ -151,7 +152,7 @@ class Region:
                 )
 
     def meets(self, other: Region) -> bool:
-        """Whether they have elements in common."""
+        """Whether the regions have elements in common."""
         pairs = (product(self.ranges(dim), other.ranges(dim)) for dim in range(len(self.shape)))
         return all(any(max(a.start, b.start) < min(a.stop, b.stop) for a, b in each) for each in pairs)
 
@@ -162,7 +163,7 @@ class Region:
 
 
 def shared(one: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(offsets, sizes) of the intersection of two boxes of a tensor; None if they lie apart.
+    """Returns (offsets, sizes) of the intersection of two boxes of a tensor; None if they do not intersect.
 
     >>> shared(*boxes_of((4, 4), 0, 16), *boxes_of((4, 4), 9, 12))
     ((2, 1), (1, 3))

@@ -1,4 +1,4 @@
-"""A rank's slice of a tensor, as torch.distributed.checkpoint sees it."""
+"""A rank's slice of a tensor, in the form that torch.distributed.checkpoint needs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 
 class Sliced:
-    """A tensor as torch.distributed.checkpoint needs it: its whole shape, and the boxes of it that are held here.
+    """A tensor in the form that torch.distributed.checkpoint needs: its whole shape, and the boxes of it that this rank
+    holds.
 
-    `dcp.save` writes the boxes, `dcp.load` writes into them, and so into the memory of the slice.
+    `dcp.save` writes the boxes. `dcp.load` writes into them, and so into the slice's memory.
 
     Attributes:
         piece: gives the slice.
-        writes: whether `dcp.save` writes it here: no other rank does that has some of it and not just the same.
+        writes: whether `dcp.save` writes it on this rank; False on further ranks with equal boxes.
     """
 
     piece: Callable[[], Piece]
@@ -36,7 +37,7 @@ class Sliced:
         piece = self.piece()
         if math.prod(piece.shape):
             return piece.boxes
-        # Without a chunk the tensor would not be in the checkpoint at all.
+        # Without a chunk, the tensor would be missing in the checkpoint.
         return (Box(offsets=(0,) * len(piece.shape), sizes=piece.shape, start=0),)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:

@@ -1,1 +1,1 @@
-"""Runs a schedule on a virtual clock: step time, traffic, memory and a trace, before anyone books the cluster."""
+"""Runs a schedule on a virtual clock, for step time, traffic, memory and a trace before anyone books the cluster."""

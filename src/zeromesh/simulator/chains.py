@@ -1,4 +1,4 @@
-"""The schedule's transfers, with an engine's mechanics, as work for the network."""
+"""Turns the schedule's transfers into work for the network, with an engine's mechanics."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from zeromesh.trace import GATHER_BACK
 from zeromesh.wires import coded
 
 ByLane = tuple[tuple[str, tuple[Work, ...]], ...]
-"""The work of a chain, cut up by lane, each part after the one before."""
+"""The work of a chain by lane. Each part follows the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """Builds the chain of each op of each unit; equal units share theirs."""
+    """Builds the chain of each operation of each unit. Equal units share theirs."""
 
     schedule: Schedule
     mechanics: Mechanics
@@ -38,9 +38,9 @@ class Chains:
     _built: dict[tuple[object, ...], ByLane] = field(default_factory=dict, repr=False)
 
     def chain(self, kind: RouteKind | Literal["from_kept"], unit: int) -> ByLane:
-        """The transfers of a kind of a unit; "from_kept" is "unshard" where a kept copy is gathered."""
+        """Returns a unit's transfers of a kind. "from_kept" is "unshard" from a kept copy."""
         placed = self.schedule.placed[unit]
-        key = (kind, *map(id, placed))  # equal units have the same
+        key = (kind, *map(id, placed))  # equal units have the same key
         if key not in self._built:
             own: RouteKind = "unshard" if kind == "from_kept" else kind
 
@@ -52,11 +52,11 @@ class Chains:
         return self._built[key]
 
     def lane(self, kind: RouteKind, axis: str, *, back: bool = False) -> str:
-        """The lane of a transfer of a kind over an axis; `back`: it gathers a sum that was scattered."""
+        """The lane of a transfer of a kind over an axis. `back`: it gathers a sum that was scattered."""
         return self.mechanics.lane(kind, "gather" if back or kind in GATHERS else "reduce", axis, self.schedule.lanes)
 
     def copied(self, kind: str, steps: Iterable[Transfer | None]) -> dict[Copying, ByLane]:
-        """Those of `steps` that are copies to and from the host, by direction; `kind` is that of their chain."""
+        """Returns the copies to and from the host among `steps`, by direction; `kind` is that of their chain."""
         found: dict[Copying, tuple[Work, ...]] = {"up": (), "down": ()}
         for step in steps:
             if step is not None and step.operation in COPIES:
@@ -68,11 +68,11 @@ class Chains:
         return {way: ((queues.get(way, way), works),) if works else () for way, works in found.items()}
 
     def shipped(self, kind: RouteKind, shipments: Sequence[Shipment]) -> ByLane:
-        """The work of sending to the owners of whole tensors, or back, in the lanes of a kind."""
+        """Returns the work of sending to the owners of whole tensors, or back, in the lanes of a kind."""
         works = []
         for shipment in shipments:
             axis = shipment.axis
-            region = -(-shipment.numel * axis.size // (axis.size - 1))  # of which a rank sends all but its own part
+            region = -(-shipment.numel * axis.size // (axis.size - 1))  # a rank sends all of it except its own part
             cost = self.model.joint((axis,), "all_to_all", region, shipment.wire)
             work = Work("owners all_to_all", (axis.name,), cost, (float(shipment.sent_bytes),))
             works.append((self.lane(kind, axis.name), (work,)))
@@ -101,8 +101,8 @@ class Chains:
         works: list[Work] = []
         for (operation, wire), same in groupby(route.steps, key=lambda step: (step.operation, step.wire)):
             steps = list(same)
-            # A quantised reduction is an all-to-all, which goes level by level (qgZ, arXiv 2306.10209): flat, every
-            # rank would send to every other through the node's links.
+            # A quantised reduction is an all-to-all, and goes level by level (qgZ, arXiv 2306.10209). In a flat one,
+            # every rank would send to every other through the node's links.
             by_level = operation != "all_gather" and coded(wire) is not None
             if len(steps) > 1 and not by_level:
                 works.append(self._joined([s.axis for s in steps], operation, max(s.numel for s in steps), wire, kind))
@@ -111,7 +111,7 @@ class Chains:
         return works
 
     def _accumulated(self, works: list[Work], placed: BufferLayout) -> list[Work]:
-        """With the kernel that adds the sum to the accumulator."""
+        """Adds the kernel that adds a sum to the accumulator."""
         steps = placed.routes["reduce"].steps
         adds = self.mechanics.adds(self.model.cluster.messages)
         if not steps or not adds or steps[-1].form is not None or steps[-1].operation != "reduce_scatter":
@@ -124,7 +124,7 @@ class Chains:
         return self.schedule.layout.collective
 
     def _together(self, steps: Sequence[Transfer], kind: str) -> Work:
-        """One step, or two that the strategy's collective carries out at once."""
+        """The work of one step, or of two that the strategy's collective carries out at once."""
         if len(steps) == 1:
             return self._single(steps[0], kind)
         one, other = steps
@@ -147,12 +147,12 @@ class Chains:
         cost = self._with_copies(self._in_pieces(piece, pieces, kind), numel, wire)
         sizes = [axis.size for axis in inner_first]
         *inner, outermost = ring_steps(sizes)
-        # An average rank sends on an axis by its share of the edges of the ring, which the last one closes.
+        # On average, a rank sends on an axis in proportion to the ring's edges there; the last edge closes the ring.
         sent = tuple(cost.sent_bytes * (edges / prod(sizes)) for edges in (*inner, outermost + 1))
         return Work(f"{kind} {operation}", tuple(axis.name for axis in inner_first), cost, sent)
 
     def _pieces(self, numel: int, kind: str) -> int:
-        """Collectives that one of the schedule's is carried out in."""
+        """The number of collectives that carry out one of the schedule's."""
         most = self.mechanics.gather_numel
         return max(1, -(-numel // most)) if most and kind == "unshard" else 1
 
@@ -162,7 +162,8 @@ class Chains:
         return replace(whole, seconds=whole.seconds + waits) if waits else whole
 
     def _with_copies(self, cost: CollectiveCost, numel: int, wire: str) -> CollectiveCost:
-        """They take longer; their burden on the computation is in its rates, which were fitted beside such copies."""
+        """Adds the time of copies. Their load on the computation is in its rates, which were fitted with such copies
+        running."""
         if not self.mechanics.copies:
             return cost
         moved = 2 * self.mechanics.copies * wire_bytes(numel, wire)
@@ -171,7 +172,7 @@ class Chains:
     def _boundary(self, route: Route) -> list[Work]:
         if self.mechanics.owners != "broadcast" or not route.steps:
             return self._works(route, "reduce")
-        # Every rank gets the whole sum and drops the parts that it does not own.
+        # Every rank gets the whole sum, and drops the parts that it does not own.
         first = route.steps[0]
         return [self._joined([step.axis for step in route.steps], "all_reduce", first.numel, first.wire, "reduce")]
 
@@ -180,7 +181,7 @@ class Chains:
             return self._works(route, "refresh")
         axes, last = [step.axis for step in route.steps], route.steps[-1]
         whole = self._joined(axes, "broadcast", last.numel, last.wire, "refresh")
-        # One broadcast per owner and step: with more owners than units, several in each unit's share.
+        # There is one broadcast per owner and step. If there are more owners than units, each unit has several.
         per_unit = max(1.0, prod(axis.size for axis in axes) / len(self.schedule.units))
         cost = replace(
             whole.cost,

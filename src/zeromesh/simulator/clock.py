@@ -1,10 +1,10 @@
 """The schedule's back end on a virtual clock.
 
-[Note: Host] The host issues the device's work, in the same order, and takes a time of its own for every
-transfer. As long as the device computes for longer than that, the host is ahead and nothing is seen of it; but it is
-ahead by no more than the launches that the device's driver queues. Where units are small it falls behind, and the
-device stands still until the host has issued the transfer that comes before its next computation. A step begins with
-host and device abreast: the one before has ended with numbers that the host reads.
+[Note: Host] The host issues the device's work in the device's order, and needs time for every transfer. As long as the
+device computes for longer than that, the host is ahead and costs nothing, but at most by the launches that the device's
+driver queues. If units are small, the host falls behind. The device then stands still until the host has issued the
+transfer before its next computation. A step begins with host and device abreast: the step before has ended with numbers
+that the host reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeromesh.strategy.stage import HOST
 from zeromesh.trace import Event, Kind, row_of
 
 Signature = tuple[float, list[InLane]]
-"""How far the host is ahead, and all that is in flight."""
+"""How far the host is ahead, and everything in flight."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Totals:
 
 
 class HostSeconds(NamedTuple):
-    """Host seconds to issue one transfer, and the launches by which the host can be ahead."""
+    """Host seconds to issue one transfer, and the seconds by which the host can be ahead."""
 
     issue: float
     ahead: float
@@ -61,12 +61,12 @@ ABREAST = HostSeconds(0.0, 0.0)
 
 
 class ClockBackend:
-    """Carries out ops by letting a virtual clock run. Ticket: the job.
+    """Carries out operations by letting a virtual clock run. Its tickets are jobs.
 
     Args:
-        record: keep events.
+        record: True to keep events.
         host: see [Note: Host].
-        steps: by unit, of the optimizer's step on slices on the host, which runs beside the next forward: seconds, and
+        steps: by unit, for the optimizer's step on slices on the host, which runs beside the next forward: seconds, and
             bytes copied.
     """
 
@@ -85,7 +85,7 @@ class ClockBackend:
         cores, implicit = chains.model.cluster.device.cores, chains.mechanics.launch_order == "implicit"
         self.network = Network(self._finished, cores, implicit=implicit)
         self.host = host
-        self.host_s = 0.0  # the end of all that it has issued
+        self.host_s = 0.0  # when everything that it has issued is out
         self.totals = Totals()
         self.events: list[Event] = []
         self.micro_batch = -1
@@ -137,26 +137,26 @@ class ClockBackend:
             self._submit_deferred()
         if ticket.done_s is not None:
             return
-        if ticket.after is not None:  # which is seen under its own name
+        if ticket.after is not None:  # that wait is shown under its own name
             self.wait(ticket.after)
         start = self.now_s
         self._watch, self._seen_exposed_s = (ticket.lane, start), 0.0
         self.network.wait_for(ticket)
         self._watch = None
         waited = self.now_s - start
-        # Time that the lane's own transfers do not account for was spent waiting for another lane.
+        # If the lane's own transfers do not account for all of the time, the rest was spent waiting for another lane.
         self._expose(ticket.chain[-1], waited - self._seen_exposed_s)
         if self.record and waited > 0:
             self._event(f"wait for {ticket.kind}", "wait", start, ticket.unit)
 
     def use(self, unit: int) -> None:
-        """There is no model."""
+        """Does nothing: there is no model."""
 
     def unuse(self, unit: int) -> None:
-        """There is no model."""
+        """Does nothing: there is no model."""
 
     def has_grads(self, unit: int) -> bool:
-        """Each is reduced when its unit's backward ends."""
+        """Returns False: each is reduced when its unit's backward ends."""
         return False
 
     def collect(self, bucket: Bucket) -> Job | None:
@@ -169,7 +169,7 @@ class ClockBackend:
     # ---- the driver's side
 
     def compute(self, name: str, unit: int, seconds: float, moving: float = 0.0) -> None:
-        """Lets the device compute; for the share `moving` of that it waits for its memory."""
+        """Lets the device compute. For the share `moving` of that time it waits for its memory."""
         start = self.now_s
         self.network.compute(seconds, moving)
         self.totals.compute_s += self.now_s - start
@@ -177,14 +177,14 @@ class ClockBackend:
             self._event(name, "compute", start, unit)
 
     def communicate(self, unit: int, chain: tuple[Work, ...]) -> None:
-        """Lets collectives pass that are part of a unit's computation."""
+        """Runs collectives that are part of a unit's computation."""
         if chain:
             job = self._submit("within", unit, (("within", chain),), None)
             assert job is not None  # the chain is not empty
             self.wait(job)
 
     def idle(self, axis: str, name: str, seconds: float) -> None:
-        """Lets the device wait for others: ranks of a pipeline, or its host."""
+        """Lets the device wait: for other ranks of a pipeline, or for its host."""
         start = self.now_s
         self.network.idle(seconds)
         if seconds > 0:
@@ -193,7 +193,7 @@ class ClockBackend:
                 self._event(name, "wait", start, -1)
 
     def begin_step(self) -> None:
-        """The host is abreast of the device, and steps on one unit after the other."""
+        """Brings the host abreast of the device. The host then steps on one unit after the other."""
         self.host_s = self.now_s
         for unit in (unit for unit in self.chains.schedule.order if self._steps and any(self._steps[unit])):
             seconds, copied_bytes = self._steps[unit]
@@ -202,12 +202,12 @@ class ClockBackend:
             self._stepping[unit] = self.network.submit(Job((work,), unit, self.micro_batch, "step"), "step")
 
     def signature(self, name: Callable[[int], object] = lambda unit: unit) -> Signature:
-        """Everything besides the interpreter's state on which the future depends, with units named by `name`."""
+        """Returns everything that the future depends on, except the interpreter's state. `name` names units."""
         lead_s = self.now_s - max(self.host_s, self._host_from()) if self.host.issue else 0.0
         return round(lead_s, 12), self.network.signature(name)
 
     def end_micro_batch(self) -> None:
-        """Reductions that the engine does not hide under the backward are carried out now."""
+        """Runs the reductions that the engine does not hide under the backward."""
         self._submit_deferred()
 
     def drain(self) -> None:
@@ -219,7 +219,7 @@ class ClockBackend:
     # ---- inside
 
     def _issue(self, job: Job, lane: str) -> Job:
-        """Hands it to its lane, once the host has come to it: [Note: Host]."""
+        """Submits a job to its lane as soon as the host gets there: [Note: Host]."""
         if self.host.issue:
             self.host_s = max(self.host_s, self._host_from()) + self.host.issue
             self.idle("host", "issue", self.host_s - self.now_s)
@@ -229,19 +229,19 @@ class ClockBackend:
         return self.network.submit(job, lane)
 
     def _host_from(self) -> float:
-        """The earliest that the host can have come to now: further ahead no launch is queued."""
+        """The earliest time at which the host can be now: it queues no launches further ahead."""
         return self.now_s - self.host.ahead
 
     def _submit(self, kind: RouteKind | Literal["within"], unit: int, chain: ByLane, after: Job | None) -> Job | None:
-        """Hands a chain to its lanes; returns the last job, if there is one."""
-        job, name = None, "reduce" if kind == "boundary" else kind  # one reduction
+        """Submits a chain to its lanes. Returns the last job, if there is one."""
+        job, name = None, "reduce" if kind == "boundary" else kind  # both are parts of one reduction
         for lane, works in chain:
             after = after if after is not None and after.done_s is None else None
             job = after = self._issue(Job(works, unit, self.micro_batch, name, after), lane)
         return job
 
     def _gather(self, route: Literal["refresh", "unshard", "from_kept"], unit: int, after: Job | None) -> Job | None:
-        """With its copies up before it and down behind it."""
+        """Submits a gather, with the copies up before it and down after it."""
         kind: RouteKind = "unshard" if route == "from_kept" else route
         chain = self.chains.chain(route, unit)
         if self.chains.schedule.memory.host is None:
@@ -299,7 +299,7 @@ class ClockBackend:
             self.events.append(event)
 
     def _event(self, name: str, kind: Kind, start: float, unit: int) -> None:
-        """On the device, until now."""
+        """Records an event on the device that ends now."""
         event = Event(
             name=name,
             kind=kind,

@@ -47,26 +47,26 @@ class Computation:
         return seconds
 
     def collecting(self, seconds: float) -> Computation:
-        """With gradients that are collected for so long at the end of the backward."""
+        """Returns a copy whose backward ends with `seconds` for collecting gradients."""
         return replace(self, seconds=self.seconds.collecting(seconds))
 
     def waiting_s(self, phase: Phase) -> float:
-        """That its computation waits, where nothing else uses the links."""
+        """Seconds that the computation waits if nothing else uses the links."""
         return sum(work.cost.seconds for work in self.within[phase])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchSeconds:
-    """Seconds of one micro-batch on one rank, with its waits inside of units."""
+    """Seconds of one micro-batch on one rank, including the waits inside units."""
 
     forward: float
-    backward: float  # with recomputation
-    waiting: float  # in both
+    backward: float  # including recomputation
+    waiting: float  # part of forward and backward
     weights: float  # part of the backward that only gradients of weights need
 
     @classmethod
     def of(cls, units: Iterable[tuple[int, Computation]]) -> MicroBatchSeconds:
-        """Seconds of the given number of each unit."""
+        """Adds up units, each with its number."""
         every = list(units)
 
         def summed(value: Callable[[Computation], float]) -> float:
@@ -87,9 +87,9 @@ class MicroBatchSeconds:
 
 
 def collecting_seconds(buffers: Iterable[BufferLayout], compute: ComputeModel, *, alone: bool) -> tuple[float, float]:
-    """In which the gradients that autograd leaves of a unit are copied to where they are reduced; and in later
-    micro-batches, where they are added to the accumulator if it does not wait in a slot. The first is never the longer.
-    `alone`: there are no later micro-batches: [Note: Alone] of `zeromesh.schedule.buffer_layout`.
+    """Seconds for copying a unit's gradients from autograd to where they are reduced: in the first micro-batch, and in
+    later ones, which add them to the accumulator unless it waits in a slot. The first is never longer. `alone`: there
+    are no later micro-batches, see [Note: Alone] of `zeromesh.schedule.buffer_layout`.
     """
     first = later = 0.0
     for placed in buffers:
@@ -105,7 +105,7 @@ def collecting_seconds(buffers: Iterable[BufferLayout], compute: ComputeModel, *
 
 
 def idle_seconds(division: Division, ranks: Sequence[MicroBatchSeconds]) -> list[float]:
-    """Idle seconds of a step, by kind of pipeline rank: while the others compute."""
+    """Idle seconds of a step while other pipeline ranks compute, by kind of pipeline rank."""
     counts = [part.count for part in division.parts]
     total = sum(count * one.total for count, one in zip(counts, ranks, strict=True))
     weights = sum(count * one.weights for count, one in zip(counts, ranks, strict=True))
@@ -113,7 +113,7 @@ def idle_seconds(division: Division, ranks: Sequence[MicroBatchSeconds]) -> list
 
 
 def held_bytes(part: Part, parallel: Parallel, work: FixedWorkload, micro_batches: int) -> float:
-    """Activations of the micro-batches that a rank of a pipeline has in flight, beside the one at work."""
+    """Activations of the micro-batches that a pipeline rank has in flight, without the one that it computes."""
     others = parallel.in_flight(part.rank, micro_batches) - 1
     one = part.model.saved_activation_bytes(work.seq_len, work.recomputation)
     return max(0.0, others) * work.micro_batch_tokens * one
@@ -122,7 +122,8 @@ def held_bytes(part: Part, parallel: Parallel, work: FixedWorkload, micro_batche
 def _works(
     collectives: Sequence[CollectiveSpec], division: Division, transfers: TransferModel, workload: FixedWorkload
 ) -> Iterator[Work]:
-    """One for each axis: nothing comes between its collectives but computation, which does not mind their order."""
+    """Yields one work for each axis. Only computation lies between an axis's collectives, and its order does not
+    matter."""
     by_axis: dict[str, list[CollectiveCost]] = {}
     for one in collectives:
         numel = round(one.elements * workload.micro_batch_tokens)

@@ -1,8 +1,8 @@
-"""A model and a cluster as data-parallel ranks see them, where other parallelisms cut both.
+"""A model and a cluster as the data-parallel ranks see them when other parallelisms divide both.
 
-Simulated is one rank's part of the model on its part of the cluster: the strategy's stages lie over the
-data-parallel ranks (cp among them, [Note: Mesh] of `zeromesh.parallel`), the units' computation waits for the
-collectives of the other axes. So there is no second simulator, and with every degree 1 nothing is different.
+The simulator runs one rank's part of the model on its part of the cluster. The strategy's stages lie over the
+data-parallel ranks (cp among them, [Note: Mesh] of `zeromesh.parallel`), and the units' computation waits for the
+collectives of the other axes. So no second simulator is needed, and with every degree 1 nothing changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeromesh.parallel import Parallel
 from zeromesh.strategy import Axis, Layout, Stage, Wire
 
 EXPERTS = "experts"
-"""The part of a model that has a layout of its own where ep cuts."""
+"""The part of a model that gets its own layout if ep divides it."""
 
 NOTHING = UnitSpec(
     name="",
@@ -35,7 +35,7 @@ NOTHING = UnitSpec(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Pipeline ranks that hold alike parts: the first of them, and their number."""
+    """Pipeline ranks that hold equal parts: the first of them, and their number."""
 
     rank: int
     count: int
@@ -46,13 +46,14 @@ class Part:
 class Division:
     parallel: Parallel
     whole: ModelSpec
-    parts: tuple[Part, ...]  # one for each kind of rank of a pipeline, by rank; one alone where there is none
-    cluster: Cluster  # the part that is left for data parallelism
-    groups: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]  # by parallelism, its ranks on each level
+    parts: tuple[Part, ...]  # one for each kind of pipeline rank, by rank; a single one without a pipeline
+    cluster: Cluster  # the part that remains for data parallelism
+    groups: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]  # by parallelism, the ranks on each level
 
     @classmethod
     def of(cls, model: ModelSpec, cluster: Cluster, parallel: Parallel, *, seq_len: int) -> Division:
-        """Cuts both. Raises InputError if a degree does not divide its dimension, or the model's shape is not known."""
+        """Divides both. Raises InputError if a degree does not divide its dimension, or the model's shape is not
+        known."""
         if not parallel.cuts:
             part = Part(rank=0, count=1, model=model)
             return cls(parallel=parallel, whole=model, parts=(part,), cluster=cluster, groups=())
@@ -63,7 +64,7 @@ class Division:
             "tp": inner,
             "cp": _innermost(rest, "cp", parallel.cp),
             "ep": _innermost(rest, "ep", parallel.ep),
-            # From one stage to the next: as far as it may be.
+            # The next stage is as far away as possible.
             "pp": tuple((level.name, 2) for level in rest.levels if level.outer > 1)[-1:],
         }
         groups = tuple((name, spans) for name, spans in found.items() if spans)
@@ -71,8 +72,8 @@ class Division:
         return cls(parallel=parallel, whole=model, parts=tuple(_parts(local, parallel)), cluster=rest, groups=groups)
 
     def layouts(self, layout: Layout) -> dict[str, Layout]:
-        """Layouts of parts that have their own: the experts', over the data-parallel ranks that hold the same ones,
-        each axis divided by the innermost ranks."""
+        """Returns the layouts of parts that have their own: the experts'. It covers the data-parallel ranks that hold
+        the same experts; each axis is divided by the innermost ranks."""
         left, axes = self.parallel.ep, []
         if left == 1:
             return {}
@@ -98,7 +99,7 @@ class Division:
         return all((n & (n - 1)) == 0 for level, size in dict(self.groups).get("ep", ()) for n in (sizes[level], size))
 
     def axes(self, name: str) -> tuple[Axis, ...]:
-        """The ranks of a parallelism, as axes that a collective goes over."""
+        """The ranks of a parallelism, as axes for its collectives."""
         return tuple(
             Axis(name=name, mesh_axis=level, size=size, stride=1, stage=Stage.ZERO, wire=Wire())
             for level, size in dict(self.groups)[name]
@@ -121,7 +122,7 @@ def _check(model: ModelSpec, parallel: Parallel, seq_len: int) -> None:
     spread = parallel.tp if parallel.sequence_parallel else 1
     if parallel.tp > 1 and spread > 1:
         wanted.append(("tp", spread, "sequence length (with sequence parallelism)", seq_len))
-    if parallel.cp > 1:  # torch balances causal attention by giving each rank two pieces
+    if parallel.cp > 1:  # to balance causal attention, torch gives each rank two pieces
         wanted.append(("2 * cp", 2 * parallel.cp, "sequence length", seq_len))
     for degree, size, what, number in wanted:
         if size > 1 and not number:
@@ -168,7 +169,7 @@ def _rest(cluster: Cluster, parallel: Parallel) -> Cluster:
 
 
 def _innermost(rest: Cluster, name: str, degree: int) -> tuple[tuple[str, int], ...]:
-    """The innermost `degree` of the data-parallel ranks, by level."""
+    """Returns the innermost `degree` of the data-parallel ranks, by level."""
     try:
         levels = rest.cut(inner=degree).levels if rest.world % degree == 0 else None
     except ClusterError:
@@ -192,8 +193,8 @@ def _of_one_rank(model: ModelSpec, parallel: Parallel) -> ModelSpec:
 
 
 def _with_context(model: ModelSpec, cp: int) -> ModelSpec:
-    """With the gathers of keys and values, as torch's context_parallel does them by default: before attention, again in
-    its backward, whose gradients are scattered. Selective recomputation keeps attention, and needs them no third time.
+    """Adds the gathers of keys and values, as torch's context_parallel does them by default: before attention, and
+    again in its backward, which scatters their gradients. Selective recomputation keeps attention, so it adds none.
     """
 
     def gathered(unit: UnitSpec) -> UnitSpec:
@@ -213,7 +214,7 @@ def _with_context(model: ModelSpec, cp: int) -> ModelSpec:
 
 
 def _parts(model: ModelSpec, parallel: Parallel) -> Iterator[Part]:
-    """One for each kind of rank: those in the middle hold the like, if blocks do."""
+    """Yields one part for each kind of rank. Middle ranks have equal parts if the blocks are equal."""
     if parallel.pp == 1:
         yield Part(rank=0, count=1, model=model)
         return
@@ -224,8 +225,8 @@ def _parts(model: ModelSpec, parallel: Parallel) -> Iterator[Part]:
 
 
 def _of_pipeline_rank(model: ModelSpec, parallel: Parallel, rank: int) -> ModelSpec:
-    """Its chunks of the blocks, which stages share evenly, or as evenly as they divide, later ones more; the embedding
-    is the first rank's, the last norm and the head are the last's."""
+    """Returns the model of a rank: its chunks of the blocks, and the embedding on the first rank, the last norm and the
+    head on the last. Stages share blocks as evenly as they divide, later ones with more."""
     blocks = [replace(u, count=1) for u in model.units if u.kind is UnitKind.BLOCK for _ in range(u.count)]
     stages = parallel.pp * parallel.pp_chunks
     ends = [len(blocks) * stage // stages for stage in range(stages + 1)]
@@ -233,7 +234,7 @@ def _of_pipeline_rank(model: ModelSpec, parallel: Parallel, rank: int) -> ModelS
     merged = [replace(block, count=len(list(same))) for block, same in groupby(own)]
     first, last = rank == 0, rank == parallel.pp - 1
     spread = parallel.tp if parallel.sequence_parallel else 1
-    # Stages hand on the output of blocks, and its gradient back, and a rank waits for them.
+    # Stages hand over the blocks' outputs, and their gradients in return, and a rank waits for them.
     message = CollectiveSpec(axis="pp", operation="broadcast", elements=model.hidden / spread, times=parallel.pp_chunks)
     roots = [_root_of(unit, first, last) for unit in model.units if unit.kind is UnitKind.ROOT] or [NOTHING]
     roots[0] = replace(roots[0], collectives=(*roots[0].collectives, message, replace(message, backward=True)))
@@ -246,6 +247,6 @@ def _of_pipeline_rank(model: ModelSpec, parallel: Parallel, rank: int) -> ModelS
 
 
 def _root_of(root: UnitSpec, first: bool, last: bool) -> UnitSpec:
-    """Positions that are looked up are the first rank's, the rest, which computes after the last block, the last's."""
+    """The first rank has the root's looked-up positions. The last has the rest, which computes after the last block."""
     tensors = tuple(tensor for tensor in root.tensors if (first if tensor.lookup else last))
     return replace(root, tensors=tensors) if last else replace(NOTHING, tensors=tensors)

@@ -13,12 +13,12 @@ from zeromesh.simulator.run import Setup, Setups, Step
 from zeromesh.simulator.steady import Repeats
 
 FEW_BLOCKS = 8
-"""More than are in flight at once, prefetched, computing and being reduced, and than it takes to come to rest."""
+"""More blocks than are prefetched, computed and reduced at once, and than it takes to reach a steady state."""
 
 
 def simulate_few(setups: Setups) -> tuple[float, float, float] | None:
-    """Seconds of the step, bytes of memory and of the host's that `simulate_divided` finds; None where a few blocks do
-    not tell."""
+    """Returns the results of `simulate_divided`: seconds of the step, bytes of memory, and bytes on the host. None if a
+    few blocks do not determine them."""
     found = []
     for setup, idle_s in setups:
         step_s = _step_s(setup, idle_s)
@@ -30,7 +30,7 @@ def simulate_few(setups: Setups) -> tuple[float, float, float] | None:
 
 
 def peak_bytes(setup: Setup) -> tuple[float, float]:
-    """Peak bytes of memory and bytes of the host's, which depend on no time."""
+    """Peak bytes of memory, and bytes on the host. Neither depends on timing."""
     activations = setup.activations()
     activations.pass_through()
     return setup.peak_memory(activations).total, host_bytes(setup.schedule)
@@ -61,13 +61,13 @@ def _step_s(setup: Setup, idle_s: float) -> float | None:
 
 
 def _starts_alike(setup: Setup, short: Setup) -> bool:
-    """Whether a step begins with the same refreshes in flight, however many blocks there are."""
+    """Whether a step begins with the same refreshes in flight for any number of blocks."""
     every = [len(each.schedule.ops(PointKind.STEPPED)) for each in (setup, short)]
     return setup.mechanics.windowed and setup.schedule.memory.host is None and every[0] == every[1]
 
 
 def _more_of_first_s(setup: Setup, of_few: Repeats, row: range) -> float | None:
-    """Seconds that the first forward takes more with all blocks, those of `row`."""
+    """Seconds that the first forward takes longer with all blocks, those of `row`."""
     of_all = Repeats(row=row, period=of_few.period)
     Step(setup, False, 0.0, of_all).run_first_forward()
     (state, first_s), (short_state, short_first_s) = of_all.first[-1], of_few.first[-1]
@@ -75,7 +75,7 @@ def _more_of_first_s(setup: Setup, of_few: Repeats, row: range) -> float | None:
 
 
 def _row(setup: Setup) -> range:
-    """The blocks, by unit, where they are equal units in one row; else none."""
+    """Returns the blocks, by unit, if they are equal units in one row; else an empty range."""
     blocks = [index for index, specs in enumerate(setup.specs) if specs[0].kind is UnitKind.BLOCK]
     row = range(blocks[0], blocks[-1] + 1) if blocks else range(0)
     equal = len({id(setup.specs[index][0]) for index in row}) == 1

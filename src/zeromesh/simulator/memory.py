@@ -1,4 +1,4 @@
-"""Device memory over a step: allocations for all of it, and activations as they come and go."""
+"""Device memory over a step: fixed allocations, and activations as they come and go."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from zeromesh.schedule.program import Schedule
 from zeromesh.schedule.unit import ITEM_BYTES
 
 MOMENTS = 2
-"""AdamW's moments (arXiv 1412.6980) per element of the master, in its dtype, as torch.optim.AdamW keeps them."""
+"""AdamW's moments (arXiv 1412.6980) per element of the master, in the master's dtype as in torch.optim.AdamW."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBytes:
-    """Peak memory of one device, by its purpose; `overhead` is context, communicators and allocator."""
+    """Peak memory of one device by purpose; `overhead` is context, communicators and allocator."""
 
     params: float
     grads: float
@@ -34,7 +34,8 @@ class MemoryBytes:
 
 
 def optimizer_bytes(schedule: Schedule, *, on_host: bool = False) -> float:
-    """The master copy, where it is not the compute copy, and two moments of its size, on one device or its host."""
+    """Bytes of the master copy, if it is not the compute copy, and of two moments of its size, on one device or its
+    host."""
     states = 0.0
     for placed in (placed for unit in schedule.placed for placed in unit):
         dtype = placed.buffer.master_dtype
@@ -45,20 +46,20 @@ def optimizer_bytes(schedule: Schedule, *, on_host: bool = False) -> float:
 
 
 def host_bytes(schedule: Schedule) -> float:
-    """All that one rank keeps in its host's memory."""
+    """Bytes of everything that one rank keeps in its host's memory."""
     plan = schedule.memory.host
     return 0.0 if plan is None else plan.total_bytes - plan.master_bytes + optimizer_bytes(schedule, on_host=True)
 
 
 def state_elements(schedule: Schedule) -> float:
-    """Trained elements that one device steps on."""
+    """Number of trained elements that one device steps on."""
     trained = [placed for unit in schedule.placed for placed in unit if placed.buffer.trainable]
     return sum(placed.padded / placed.layout.degree(placed.layout.significant) for placed in trained)
 
 
 def streamed_bytes(schedule: Schedule) -> float:
-    """The memory of states that come from the host for a step: of two units, of even and of odd number, a piece of a
-    buffer each."""
+    """Device memory for states that come from the host for a step: a piece of a buffer for each of two units, one of
+    even and one of odd number."""
 
     def piece_bytes(placed: BufferLayout) -> float:
         share = min(1.0, STREAMED_ELEMENTS / max(1, placed.numel(placed.layout.significant)))
@@ -69,10 +70,10 @@ def streamed_bytes(schedule: Schedule) -> float:
 
 
 def unreduced_bytes(schedule: Schedule, specs: Sequence[Sequence[UnitSpec]], *, planned: bool) -> tuple[float, ...]:
-    """By unit: gradients alive during its backward that are part of no buffer.
+    """Returns, by unit, the gradients alive during its backward that are in no buffer.
 
-    If `planned`, autograd leaves the unit's gradients, which are then copied into memory that is there; else it adds
-    each to reduce buffers that come and go: the unit's own, and one more in flight.
+    If `planned`, autograd leaves the unit's gradients, which are then copied into existing memory. If not, each is
+    added to temporary reduce buffers: the unit's own, and one more in flight.
     """
     if planned:
         return tuple(
@@ -95,16 +96,16 @@ class Activations:
     """Bytes of activations at each moment of a micro-batch.
 
     A unit's forward leaves saved tensors. Its backward holds these, recomputed ones, its working memory and the
-    gradients that autograd makes before they are copied to where they are reduced; then all of it goes. The root's last
-    norm has run between blocks and head: its saved tensors go when the head's backward ends, although the schedule,
-    in which the root encloses all others, opens it first.
+    gradients that autograd makes before they are copied to where they are reduced; then all are freed. The root's last
+    norm runs between blocks and head. So its saved tensors are freed when the head's backward ends, although in the
+    schedule the root encloses all other units and starts its backward first.
     """
 
     specs: tuple[UnitSpec, ...]
     tokens: int
     seq_len: int
     recomputation: Recomputation
-    gradients: tuple[float, ...]  # by part, of its unit, during its backward
+    gradients: tuple[float, ...]  # by part: those of its unit, during its backward
     now: float = 0.0
     peak: float = 0.0
     record: bool = False
@@ -120,21 +121,21 @@ class Activations:
             self._freed[root] = 0.0
 
     def forward(self, unit: int, at_s: float) -> None:
-        """The unit's forward has ended."""
+        """Notes that the unit's forward has ended."""
         self._set(self.now + self._saved(unit), at_s)
 
     def enter_backward(self, unit: int, at_s: float) -> None:
-        """The unit's backward (or the recomputation before it) starts."""
+        """Notes that the unit's backward (or the recomputation before it) starts."""
         spec = self.specs[unit]
         extra = self.tokens * spec.backward_peak_bytes(self.seq_len, self.recomputation) - self._saved(unit)
         self._set(self.now + extra + self.gradients[unit], at_s)
 
     def leave_backward(self, unit: int, before: float, at_s: float) -> None:
-        """The unit's backward has ended; `before` is `now` as it was when it was entered."""
+        """Notes that the unit's backward has ended; `before` is `now` as it was at its start."""
         self._set(before - self._freed[unit], at_s)
 
     def pass_through(self) -> None:
-        """One micro-batch, in the order of `zeromesh.schedule.step`, whenever things happen."""
+        """Runs one micro-batch in the order of `zeromesh.schedule.step`, without times."""
         root, *inner = range(len(self.specs))
         for unit in (*inner, root):
             self.forward(unit, 0.0)

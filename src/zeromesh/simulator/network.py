@@ -1,15 +1,15 @@
 """Lanes of communication that share the links of a hierarchy, on a virtual clock.
 
-A lane carries out its jobs in the order of issue, one at a time. A job is latency, then a transfer that keeps each
-level's links busy for a known time if it is alone. Jobs of different lanes run at once; where together they ask for
-more of a level's links than there is, they slow down in proportion. Compute slows down by the share of the device that
-the running jobs take together, and as far as it waits for memory by the bytes that they move there
-(`zeromesh.cost.contention`). Where the processor that computes also moves the bytes (`cores`), it is a resource like a
-level's links, of which compute asks for a core: together they slow down in proportion.
+A lane carries out its jobs in the order of issue, one at a time. A job is latency, then a transfer that by itself keeps
+each level's links busy for a known time. Jobs of different lanes run at once. If together they ask for more than all of
+a level's links, they slow down in proportion. Compute slows down by the share of the device that the running jobs take
+together. As far as it waits for memory, it also slows down by the bytes that they move there
+(`zeromesh.cost.contention`). If the processor that computes also moves the bytes (`cores`), it is a resource like a
+level's links, and compute asks for one core: together they slow down in proportion.
 
-[Note: Launch order] NCCL may keep collectives of all communicators of a device in the order in which the host launched
-them (NCCL_LAUNCH_ORDER_IMPLICIT): each begins once all before it have begun. One that waits for its lane then holds up
-those of other lanes. Copies to and from the host are none of its own.
+[Note: Launch order] NCCL may keep the collectives of all communicators of a device in the order in which the host
+launched them (NCCL_LAUNCH_ORDER_IMPLICIT): each begins once all before it have begun. One that waits for its lane then
+holds up those of other lanes. NCCL does not handle copies to and from the host.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from zeromesh.schedule.transfer import COPIES
 Load = dict[int, float]
 
 InLane = tuple[str, list[tuple[object, ...]]]
-"""A lane with how far each of its jobs is."""
+"""A lane, with the progress of each of its jobs."""
 
 _SHORTEST_S = 1e-9
-"""Shortest latency that grows beside computation."""
+"""Shortest latency that computation stretches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One collective: its names for the trace, and its cost alone."""
+    """One collective: its names for the trace, and its cost by itself."""
 
     name: str
     axes: tuple[str, ...]
@@ -43,8 +43,8 @@ class Work:
     sent_bytes: tuple[float, ...]  # by axis
     transfer_s: float = field(init=False)
     latency_s: float = field(init=False)
-    stretch: float = field(init=False)  # of the latency while the device computes
-    shares: tuple[tuple[int, float], ...] = field(init=False)  # of each level's links, while it transfers
+    stretch: float = field(init=False)  # factor on the latency while the device computes
+    shares: tuple[tuple[int, float], ...] = field(init=False)  # shares of each level's links while it transfers
 
     def __post_init__(self) -> None:
         busy_latency_s, transfer_s = self.cost.busy_latency_s, self.cost.transfer_s
@@ -58,16 +58,16 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A chain of collectives in a lane; also the ticket that the interpreter waits for."""
+    """A chain of collectives in a lane. It is the ticket that the interpreter waits for."""
 
     chain: tuple[Work, ...]
     unit: int
     micro_batch: int
     kind: str
-    after: Job | None = None  # must have ended first
+    after: Job | None = None  # must end first
     lane: str = ""
     position: int = 0
-    work: Work = field(init=False)  # the collective that runs, once it has begun
+    work: Work = field(init=False)  # the collective that has begun
     latency_left: float = 0.0
     share_left: float = 1.0
     started_s: float = 0.0
@@ -77,17 +77,17 @@ class Job:
 
 @dataclass(slots=True)
 class Network:
-    """All lanes, and the time to which they have been simulated."""
+    """All lanes, and the time up to which they have been simulated."""
 
     finished: Callable[[Job, Work, float, float], None]  # called with start and end when a collective ends
-    cores: float | None = None  # of the device, where it moves the bytes itself; the computation can use one
+    cores: float | None = None  # cores of the device, if it moves the bytes itself; the computation can use one
     implicit: bool = False  # collectives begin in the order of their launch: [Note: Launch order]
     now_s: float = 0.0
     lanes: dict[str, deque[Job]] = field(default_factory=dict)
-    launched: deque[Job] = field(default_factory=deque)  # with collectives that have not begun, if `implicit`
+    launched: deque[Job] = field(default_factory=deque)  # jobs with collectives that have not begun, if `implicit`
 
     def submit(self, job: Job, lane: str) -> Job:
-        """Queues `job`; an empty chain ends when it could start."""
+        """Queues `job`. An empty chain ends when it could start."""
         job.lane = lane
         self.lanes.setdefault(lane, deque()).append(job)
         if self.implicit and job.chain and lane not in COPIES:
@@ -95,14 +95,14 @@ class Network:
         return job
 
     def compute(self, seconds: float, moving: float = 0.0) -> None:
-        """Lets `seconds` of undisturbed compute pass, which for the share `moving` waits for memory: longer where jobs
-        run meanwhile."""
+        """Lets `seconds` of undisturbed compute pass, of which the share `moving` waits for memory. It takes longer if
+        jobs run meanwhile."""
         while seconds > 0:
             seconds -= self.go_on(seconds, moving=moving)
 
     def go_on(self, compute_s: float, most_s: float = inf, moving: float = 0.0) -> float:
-        """Lets time pass to the next event of a job, until so much undisturbed compute is done (inf: nothing computes),
-        or for `most_s`; how much compute that was."""
+        """Lets time pass until a job's next event, until `compute_s` of undisturbed compute is done (inf: nothing
+        computes), or for `most_s`. Returns how much compute was done."""
         running, load = self._running(computing=compute_s < inf)
         slow = self._slowness(running, load, moving)
         whole = compute_s * slow
@@ -133,15 +133,17 @@ class Network:
             self._advance(running, step)
 
     def signature(self, name: Callable[[int], object]) -> list[InLane]:
-        """Traffic in flight relative to now, with units named by `name`: equal signatures have equal futures."""
+        """Returns the traffic in flight relative to now, with units named by `name`. Equal signatures have equal
+        futures."""
         queues = [*sorted(self.lanes.items()), ("launched", self.launched)]
         return [(lane, [_progress(job, name) for job in queue]) for lane, queue in queues if queue]
 
     # ---- one event at a time
 
     def _running(self, *, computing: bool) -> tuple[list[tuple[Job, float]], Load]:
-        """The jobs that run, with the seconds of each one's latency or transfer, whichever runs, over those left of it;
-        and, where several ask for the same, by level the share of its links: above 1 all who ask slow down."""
+        """Returns the running jobs, each with the total seconds of its latency or transfer, whichever runs, at its
+        present pace. If several share resources, also the demand on each level's links: above 1, all its users slow
+        down."""
         active = self._active()
         load: Load = {}
         transferring = [job.work for job in active if job.latency_left <= 0]
@@ -172,14 +174,14 @@ class Network:
             cost = job.work.cost
             taken += cost.taken
             if job.latency_left <= 0 and pace > 0:
-                taken += moving * cost.memory_s / pace  # as much less a second as the transfer is slower
+                taken += moving * cost.memory_s / pace  # in proportion to the transfer's present pace
         return slowdown(taken) if taken else 1.0
 
     def _active(self) -> list[Job]:
-        """The head of each lane that may run now; heads with nothing to do are ended on the way."""
+        """Returns the head of each lane that may run now. Ends heads with nothing left to do."""
         held = len(self.launched)
         active = self._heads()
-        while len(self.launched) < held:  # which may have held up a lane before theirs
+        while len(self.launched) < held:  # those that begin may have held up an earlier lane
             held = len(self.launched)
             active = self._heads()
         return active

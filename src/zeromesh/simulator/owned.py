@@ -1,17 +1,17 @@
-"""Whole tensors on their owners: Muon's matrices of a model's blocks, and with `ownership="owners"` all else that AdamW
-would step on in slices, which is AMSP's own setting (arXiv 2311.00257).
+"""Whole tensors on their owners: Muon's matrices in a model's blocks, and with `ownership="owners"` all others. AdamW
+steps on these in slices otherwise; owners are AMSP's setting (arXiv 2311.00257).
 
-[Note: Ways to owners] Who owns which tensor, which values owners keep and how long the slowest of them takes is one
-description for all engines, with the functions by which `zm.by_owner` chooses and cuts. How tensors come to their
-owners and back is the engine's (`Mechanics.owners`):
+[Note: Ways to owners] All engines share the functions by which `zm.by_owner` chooses owners and buckets. So who owns
+which tensor, which values owners keep and how long the slowest takes is one description. How tensors get to their
+owners and back depends on the engine (`Mechanics.owners`):
 
-- exchange (ours): gradients are reduced to state shards, and parameters refreshed from them, as for slices. In between
-  parts go from shards to owners and back, bucket by bucket. Beside its shard an owner keeps the values of tensors that
-  do not lie there as a whole.
-- broadcast (amsp): a rank's own tensors are its state shard. Sums of gradients come to all who have the same
-  parameters, who drop those that they do not own; each owner broadcasts its updated parameters, as the refresh. All
-  that is trained has an owner. Of tensors that are sharded as parameters there are parts alone, each with an owner of
-  its own.
+- exchange (ours): gradients are reduced to state shards, and parameters refreshed from these, as for slices. In
+  between, parts go from shards to owners and back, bucket by bucket. Beside its shard, an owner keeps the values of
+  tensors that are not whole there.
+- broadcast (amsp): a rank's own tensors are its state shard. Sums of gradients go to all ranks with the same
+  parameters, and they drop those that they do not own. Each owner broadcasts its updated parameters as the refresh.
+  Everything that is trained has an owner. If parameters are sharded, each rank has only a part of a tensor, and each
+  part has its own owner.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from zeromesh.simulator.workload import FixedWorkload
 class OwnedTensors:
     """The tensors that one optimizer steps on by owners.
 
-    Owners are among the ranks that hold one copy of the states, or with `broadcast` those of them that have the same
+    Owners are among the ranks that hold one copy of the states; with `broadcast`, among those of them with the same
     parameters.
     """
 
     optimizer: str
     tensors: tuple[Placement, ...]
     owners: Owners
-    buckets: tuple[Bucket, ...]  # in which they are stepped
+    buckets: tuple[Bucket, ...]  # the buckets in which they are stepped on
     held_bytes: tuple[float, ...]  # by owner: its states, and the values that it keeps
     sliced_bytes: float  # the same for AdamW on slices of the same tensors
-    room_bytes: tuple[float, ...]  # by owner: memory that comes in a step and goes with it, at its most
+    room_bytes: tuple[float, ...]  # by owner: peak temporary memory of a step
 
     @property
     def numel(self) -> int:
@@ -85,14 +85,14 @@ class _Stepping:
     """How one optimizer steps on a tensor."""
 
     optimizer: str
-    wanted: Callable[[UnitSpec, TensorSpec], bool]  # whether it steps on it
+    wanted: Callable[[UnitSpec, TensorSpec], bool]  # whether it steps on the tensor
     cost: Callable[[Sequence[int]], float]  # by shape; owners are balanced by it
     seconds: Callable[[Sequence[int]], float]
-    state_bytes: int  # for each element
+    state_bytes: int  # per element
 
 
 def by_owners(optimizer: str, ownership: str, mechanics: Mechanics) -> bool:
-    """Whether anything is stepped on by owners."""
+    """Whether any tensor is stepped on by owners."""
     return optimizer == "muon" or ownership == "owners" or mechanics.owners == "broadcast"
 
 
@@ -103,8 +103,8 @@ def owned_tensors(
     workload: FixedWorkload,
     mechanics: Mechanics,
 ) -> tuple[OwnedTensors, ...]:
-    """The owned tensors of the model with units `specs`, by the functions with which the engine chooses owners. Raises
-    InputError if Muon's matrices would not be whole."""
+    """Returns the owned tensors of the model with units `specs`, with the functions by which the engine chooses owners.
+    Raises InputError if Muon's matrices would not be whole."""
     layout, broadcast = schedule.layout, mechanics.owners == "broadcast"
     muon, adamw = workload.optimizer == "muon", workload.ownership == "owners" or broadcast
     if muon and broadcast and layout.degree(layout.param_axes) > 1:
@@ -120,7 +120,7 @@ def owned_tensors(
                 optimizer="muon",
                 wanted=is_matrix,
                 cost=newton_schulz_flops,
-                # And a pass over all owned elements.
+                # The second term is a pass over all owned elements.
                 seconds=lambda shape: newton_schulz_s(compute, shape) + compute.optimizer(prod(shape)),
                 state_bytes=ITEM_BYTES[workload.grad_dtype],
             )
@@ -141,13 +141,13 @@ def owned_tensors(
 
 
 def is_matrix(unit: UnitSpec, tensor: TensorSpec) -> bool:
-    """Whether Muon is for it: a trained one of a block, or a stack of such, one for each expert."""
+    """Whether Muon steps on it: a trained matrix of a block, or a stack of such with one for each expert."""
     matrices = len(tensor.shape) == 2 or (len(tensor.shape) == 3 and tensor.active_share < 1)
     return tensor.trainable and unit.kind is UnitKind.BLOCK and matrices
 
 
 def newton_schulz_s(compute: ComputeModel, shape: Sequence[int]) -> float:
-    """Seconds of the products that `newton_schulz_flops` counts, of each matrix of a batch."""
+    """Seconds of the products that `newton_schulz_flops` counts, for each matrix of a batch."""
     m, n = sorted(shape[-2:])
     steps = prod(shape[:-2]) * NEWTON_SCHULZ_STEPS
     long, square = 2.0 * m * m * n, 2.0 * m**3
@@ -165,13 +165,13 @@ def _placements(
             for tensor in spec.tensors:
                 if not tensor.trainable:
                     continue
-                if wanted(spec, tensor) and tensor.ep == 1:  # experts that ep cuts have a layout of their own
+                if wanted(spec, tensor) and tensor.ep == 1:  # experts that ep divides have their own layout
                     yield Placement(name=tensor.name, shape=tensor.shape, start=start, padded=padded)
                 start += tensor.num_elements
 
 
 def _exchanged(schedule: Schedule, tensors: Sequence[Placement], stepping: _Stepping) -> OwnedTensors:
-    """One optimizer's, whose parts come from state shards and go back there."""
+    """Describes one optimizer whose parts come from state shards and go back there."""
     layout = schedule.layout
     costs = [stepping.cost(tensor.shape) for tensor in tensors]
     owners = choose_owners(layout, tensors, costs)
@@ -202,8 +202,8 @@ def _exchanged(schedule: Schedule, tensors: Sequence[Placement], stepping: _Step
 
 
 def _broadcast(schedule: Schedule, tensors: Sequence[Placement], stepping: _Stepping) -> OwnedTensors:
-    """One optimizer's, which has whole sums, and whose tensors are the state shard: nothing more moves for it, and
-    masters lie where their states do."""
+    """Describes one optimizer that gets whole sums, and whose tensors are the state shard. Nothing more moves for it,
+    and masters lie with their states."""
     layout = schedule.layout
     copies = replace(layout, axes=tuple(axis for axis in layout.axes if not axis.stage.shards_params))
     params = layout.degree(layout.param_axes)
@@ -228,7 +228,7 @@ def _broadcast(schedule: Schedule, tensors: Sequence[Placement], stepping: _Step
 
 
 def _dtypes(schedule: Schedule) -> tuple[str, str]:
-    """Dtypes of gradients and masters."""
+    """The dtypes of gradients and masters."""
     found = next((p.buffer for unit in schedule.placed for p in unit if p.buffer.trainable), None)
     return (found.grad_dtype, cast(str, found.master_dtype)) if found else ("fp32", "fp32")
 
@@ -242,7 +242,7 @@ def _slowest_s(tensors: Sequence[Placement], owners: Owners, stepping: _Stepping
 
 
 def _bucket(schedule: Schedule, parts: Sequence[Part], dtypes: tuple[str, str], step_s: float) -> Bucket:
-    """With the bytes that an average rank sends."""
+    """Makes a bucket with the bytes that an average rank sends."""
     layout = schedule.layout
     ranks = layout.degree(layout.significant)
     moved: Counter[str] = Counter()

@@ -15,7 +15,7 @@ from zeromesh.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisTraffic:
-    """One axis of the layout; bytes that an average device sends on it in one step."""
+    """One axis of the layout, and the bytes that an average device sends on it in one step."""
 
     axis: str
     size: int
@@ -25,7 +25,7 @@ class AxisTraffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRank:
-    """The step and the peak memory of rank `rank` of a pipeline; `count` ranks from there on do the like."""
+    """Step and peak memory of rank `rank` of a pipeline. `count` ranks from there on have equal parts."""
 
     rank: int
     count: int
@@ -40,11 +40,11 @@ class OwnersShare:
     optimizer: str
     tensors: int
     ranks: int  # that share the tensors
-    balance: float  # the largest share of work, in times of the mean
-    bound: float  # of the same, a lower bound for every choice
-    fullest: int  # the rank, of those, that holds most
-    held_bytes: float  # there: states, and values that it keeps
-    sliced_bytes: float  # the same for AdamW on slices of the same tensors, on each
+    balance: float  # largest share of work, divided by the mean
+    bound: float  # a lower bound on `balance` for every choice
+    fullest: int  # the rank among them that holds most
+    held_bytes: float  # by that rank: states, and values that it keeps
+    sliced_bytes: float  # by each rank for AdamW on slices of the same tensors
 
     def __str__(self) -> str:
         return (
@@ -57,7 +57,8 @@ class OwnersShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """One step, simulated; with a pipeline step and traffic are its slowest rank's, and memory is the fullest's."""
+    """One simulated step. With a pipeline, step and traffic are those of its slowest rank, and memory is that of the
+    fullest."""
 
     strategy: str  # in normal form
     engine: str
@@ -65,47 +66,47 @@ class Simulation:
     micro_batches: int  # of one step on one device
     step_s: float  # from one optimizer step to the next
     tokens_per_s_per_device: float
-    mfu: float  # model FLOPs over the peak in the dtype of the parameters
-    compute_s: float  # of the step, its slow-down under communication included
-    exposed_comm_s: float  # that the device stands still for communication
+    mfu: float  # model FLOPs over the peak in the parameters' dtype
+    compute_s: float  # part of the step, including the slow-down by communication
+    exposed_comm_s: float  # seconds that the device stands still for communication
     exposed: tuple[tuple[str, str, float], ...]  # (axes, collective, seconds), longest first
     memory: MemoryBytes  # at the peak
-    memory_limit_bytes: float  # of the device, the margin off
-    axes: tuple[AxisTraffic, ...]  # those inside the model last
-    parallel: Parallel = WHOLE  # by how many devices the model is cut beside data
+    memory_limit_bytes: float  # of the device, less the margin
+    axes: tuple[AxisTraffic, ...]  # axes inside the model come last
+    parallel: Parallel = WHOLE  # degrees that divide the model in addition to data parallelism
     owners: tuple[OwnersShare, ...] = ()  # of each optimizer that steps by owners
-    ranks: tuple[PipelineRank, ...] = ()  # of a pipeline, one of each kind
-    trace: Trace | None = None  # events of the step, where asked for
-    host_memory_bytes: float = 0.0  # that each device's rank keeps in its host's memory
-    machine_devices: int = 1  # whose ranks share a machine's memory
+    ranks: tuple[PipelineRank, ...] = ()  # of a pipeline, one for each kind
+    trace: Trace | None = None  # events of the step, if asked for
+    host_memory_bytes: float = 0.0  # of each device's rank
+    machine_devices: int = 1  # devices whose ranks share a machine's memory
     machine_limit_bytes: float = inf  # usable memory of a machine; infinite if it is unknown
 
     __repr__ = short_repr
 
     @property
     def named(self) -> str:
-        """The degrees, where the model is cut, and the strategy."""
+        """The degrees, if the model is divided, and the strategy."""
         return " ".join(text for text in (str(self.parallel), self.strategy) if text)
 
     @property
     def fits(self) -> bool:
-        """Whether the peak stays within the device's memory less the margin, and shards within a machine's memory."""
+        """Whether the peak stays within the device's memory less the margin, and shards within the machine's memory."""
         return self.memory.total <= self.memory_limit_bytes and self.machine_memory_bytes <= self.machine_limit_bytes
 
     @property
     def machine_memory_bytes(self) -> float:
-        """Bytes that the ranks of a machine keep in its memory, all together."""
+        """Bytes that all ranks of a machine keep in its memory together."""
         return self.host_memory_bytes * self.machine_devices
 
     @property
     def memory_text(self) -> str:
-        """The peak of a device, and the shards on its host, for a person."""
+        """Peak memory of a device, and of shards on its host, as text."""
         host, machine = format_bytes(self.host_memory_bytes), format_bytes(self.machine_memory_bytes)
         beside = f" + {host} on the host ({machine} a machine)" if self.host_memory_bytes else ""
         return f"{format_bytes(self.memory.total)}{beside}"
 
     def notes(self) -> list[str]:
-        """How even owners are, and by how much it does not fit."""
+        """Returns lines on how even owners are, and on how much memory is missing."""
         return [*map(str, self.owners), *([] if self.fits else [self._lacks()])]
 
     def _lacks(self) -> str:

@@ -1,8 +1,8 @@
-"""Simulates one training step: the engine's schedule, driven point by point on a virtual clock.
+"""Simulates one training step: drives the engine's schedule point by point on a virtual clock.
 
-Micro-batches repeat: once the same is in flight at the end of one as at the end of the one before, all
-that follow are alike, and only the last is simulated again (it reduces to the state shard). This is exact: equal
-states have equal futures.
+Micro-batches repeat: if the traffic in flight at the end of one is the same as at the end of the one before, all that
+follow are alike. Then only the last is simulated (it reduces to the state shard). This is exact: equal states have
+equal futures.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ def simulate(
     """Simulates one step in steady state.
 
     Args:
-        cluster: cut to the world in use (`Cluster.take`); its levels are the mesh axes.
-        engine: a name of `ENGINES`, or mechanics of one's own.
-        constants: of the cost model; None for the shipped ones.
+        cluster: the ranks in use (`Cluster.take`); its levels are the mesh axes.
+        engine: a name in `ENGINES`, or other mechanics.
+        constants: the cost model's constants. Default: the shipped ones.
         memory_margin: share of the device's memory to leave free.
         record: simulate every micro-batch and keep a `Trace`.
 
     Raises:
         MeshError: the strategy does not fit the cluster's levels.
-        ConfigError: unknown engine, or a batch that does not divide.
+        ConfigError: the engine is unknown, or the batch does not divide.
     """
     division = Division.of(model, cluster, workload.parallel, seq_len=workload.seq_len)
     setups = setups_of(division, strategy, workload, engine, constants)
@@ -84,15 +84,15 @@ def simulate(
 
 
 Setups = Sequence[tuple["Setup", float]]
-"""The setup and the idle seconds of each kind of pipeline rank; one pair where there is no pipeline."""
+"""Setup and idle seconds of each kind of pipeline rank; one pair if there is no pipeline."""
 
 
 def simulate_divided(setups: Setups, *, memory_margin: float = DEFAULT_MARGIN, record: bool = False) -> Simulation:
-    """`simulate` of parts that are cut already, each kind of rank of a pipeline by itself.
+    """`simulate` for parts that are divided already. Each kind of pipeline rank is simulated separately.
 
-    A rank is idle for the time of one micro-batch on all the others (`Parallel.bubble_s`); with equal ranks that is the
-    figure of the schedules' papers, and with unequal ones the step of the slowest, which all wait for, is
-    (m - 1) * longest + sum of all.
+    A rank is idle for the time of one micro-batch on all other ranks (`Parallel.bubble_s`). With equal ranks this is
+    the figure in the schedules' papers. With unequal ranks all wait for the slowest, whose step is (m - 1) * longest +
+    sum of all.
     """
     found = []
     for setup, idle_s in setups:
@@ -116,12 +116,12 @@ def setups_of(
     engine: str | Mechanics = "zeromesh",
     constants: Constants | None = None,
 ) -> Setups:
-    """The setups of a step, as `simulate` describes it, on parts that are cut already."""
+    """Returns the setups of a step, as in `simulate`, for parts that are divided already."""
     return _with_idle(division, [Setup.of(division, p, strategy, workload, engine, constants) for p in division.parts])
 
 
 def setups_with(setups: Setups, workload: FixedWorkload) -> Setups:
-    """The same with another micro-batch or recomputation, on which the schedules do not depend."""
+    """Returns the setups with another micro-batch or recomputation. Schedules do not depend on these."""
     return _with_idle(setups[0][0].division, [replace(setup, workload=workload) for setup, _ in setups])
 
 
@@ -141,7 +141,7 @@ class Setup:
     part: Part
     workload: FixedWorkload
     mechanics: Mechanics
-    strategy: Strategy  # as asked for; the schedule's is the engine's
+    strategy: Strategy  # as given; the schedule's is the engine's
     constants: Constants
     compute: ComputeModel
     transfers: TransferModel
@@ -199,7 +199,7 @@ class Setup:
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster that is left for data parallelism."""
+        """The cluster that remains for data parallelism."""
         return self.division.cluster
 
     @property
@@ -208,7 +208,7 @@ class Setup:
 
     @property
     def host(self) -> HostSeconds:
-        """Where the processor computes itself, its calls are the collectives' own."""
+        """The host's times. If the processor computes itself, collectives include its calls."""
         if self.cluster.device.cores is not None:
             return ABREAST
         return HostSeconds(self.constants.host_issue_s, self.constants.host_ahead_s)
@@ -222,7 +222,7 @@ class Setup:
             communicators=self.mechanics.communicators * axes,
             dynamic_bytes=dynamic_bytes,
         )
-        # The rank that holds most of owned tensors has that instead of AdamW's states for their slices.
+        # The rank that holds most of owned tensors has these instead of AdamW's states for their slices.
         most = max(map(sum, zip(*(each.held_bytes for each in self.owned), strict=True)), default=0.0)
         owned = most - sum(each.sliced_bytes for each in self.owned)
         plan = self.schedule.memory
@@ -230,7 +230,7 @@ class Setup:
             params=float(plan.params_bytes) + self.model.whole_bytes,
             grads=float(plan.grads_bytes),
             optimizer=optimizer_bytes(self.schedule) + owned,
-            # Reduce buffers that are not allocated once are part of dynamic memory.
+            # Reduce buffers that are allocated for each backward are part of dynamic memory.
             buffers=float(plan.buffers_bytes - (0 if self.mechanics.planned else plan.reduce.total_bytes)),
             activations=dynamic_bytes,
             overhead=overhead,
@@ -238,19 +238,19 @@ class Setup:
 
     @property
     def room_bytes(self) -> float:
-        """Peak temporary memory of a step by owners, one optimizer after the other."""
+        """Peak temporary memory of a step by owners. Optimizers step one after the other."""
         return max((room for each in self.owned for room in each.room_bytes), default=0.0)
 
     def parts(self) -> tuple[UnitSpec, ...]:
-        """The computing parts in order; several may be one unit of the schedule."""
+        """The computing parts in order; one unit of the schedule may have several."""
         return tuple(spec for specs in self.specs for spec in specs)
 
     def by_part(self, values: Sequence[T]) -> tuple[T, ...]:
-        """Values by unit, spread over the unit's parts."""
+        """Repeats values by unit for each of the unit's parts."""
         return tuple(value for value, specs in zip(values, self.specs, strict=True) for _ in specs)
 
     def computations(self, collecting: Sequence[float]) -> list[Computation]:
-        """The computation of each part, given the seconds for collecting its gradients."""
+        """Returns the computation of each part, given the seconds for collecting its gradients."""
         pairs, known = list(zip(self.parts(), collecting, strict=True)), dict[tuple[int, float], Computation]()
         for spec, later in pairs:
             if (id(spec), later) not in known:
@@ -259,10 +259,11 @@ class Setup:
         return [known[id(spec), later] for spec, later in pairs]
 
     def collecting(self) -> list[tuple[float, float]]:
-        """Seconds of each part's gradients on their way from autograd, in the first micro-batch and in later ones."""
+        """Returns, by part, the seconds for collecting gradients from autograd: in the first micro-batch, and in later
+        ones."""
         if not self.mechanics.collects:
             return [(0.0, 0.0)] * len(self.parts())
-        kinds = {tuple(map(id, placed)): placed for placed in self.schedule.placed}  # equal units have the same
+        kinds = {tuple(map(id, placed)): placed for placed in self.schedule.placed}  # equal units share a key
         alone = self.micro_batches == 1
         known = {kind: collecting_seconds(placed, self.compute, alone=alone) for kind, placed in kinds.items()}
         found = []
@@ -273,11 +274,11 @@ class Setup:
         return found
 
     def micro_batch_s(self) -> MicroBatchSeconds:
-        """Seconds of this rank in every micro-batch but the first of a step."""
+        """Seconds of this rank in every micro-batch except a step's first."""
         return MicroBatchSeconds.of((1, one) for one in self.computations([later for _, later in self.collecting()]))
 
     def activations(self, *, record: bool = False) -> Activations:
-        """Before the step."""
+        """Returns the activations before the step."""
         held = held_bytes(self.part, self.division.parallel, self.workload, self.micro_batches)
         return Activations(
             self.parts(),
@@ -295,14 +296,14 @@ class Setup:
         return self.memory(max(activations.peak, stepping + streamed_bytes(self.schedule)))
 
     def optimizer_seconds(self) -> float:
-        """On the device."""
+        """Seconds of the optimizer's step on the device."""
         layout = self.schedule.layout
         owned = sum(each.numel for each in self.owned) / layout.degree(layout.significant)
         return self.compute.optimizer(sum(self._sliced(on_host=False)) - owned)
 
     def host_steps(self) -> list[tuple[float, float]]:
-        """By unit, beside the next forward: seconds of the step on the host, in memory that the devices of a machine
-        share, and of copies for a step on the device; and the bytes of these."""
+        """Returns, by unit, seconds and bytes of work beside the next forward. Seconds are for the step on the host, in
+        memory that a machine's devices share, and for copies of a step on the device. Bytes are those of the copies."""
         steps = []
         for numel, unit in zip(self._sliced(on_host=True), self.schedule.placed, strict=True):
             copies = [copy for placed in unit for copy in placed.stream(MOMENTS)]
@@ -313,7 +314,8 @@ class Setup:
         return steps
 
     def _sliced(self, *, on_host: bool) -> list[float]:
-        """By unit, trained elements of a rank's state shards that are stepped on in one place, without padding."""
+        """Returns, by unit, the trained elements of a rank's state shards that are stepped on in one place, without
+        padding."""
         return [
             sum(
                 each.buffer.numel / each.layout.degree(each.layout.significant)
@@ -325,7 +327,7 @@ class Setup:
 
 
 def _require_on_device(strategy: Strategy, mechanics: Mechanics, workload: FixedWorkload) -> None:
-    """Raises NotationError for shards on the host beside others that keep none there."""
+    """Raises NotationError for shards on the host together with a feature that supports none."""
     named = [*without_host(workload, mechanics), *(["a pipeline"] if workload.parallel.pp > 1 else [])]
     shares = any(each.percent < 100 for each in (strategy, *dict(strategy.parts).values()))
     named += ["parts, for a share of the tensors"] if shares and strategy.parts else []
@@ -337,7 +339,7 @@ def _require_on_device(strategy: Strategy, mechanics: Mechanics, workload: Fixed
 
 
 def without_host(workload: FixedWorkload, mechanics: Mechanics) -> list[str]:
-    """Another engine, or other optimizers, than parts and the host are predicted for."""
+    """Names an engine or optimizers for which parts and shards on the host are not predicted."""
     found = {
         f"engine {mechanics.name}": mechanics.name != "zeromesh",
         "optimizers that step by owners": workload.optimizer == "muon" or workload.ownership == "owners",
@@ -346,7 +348,7 @@ def without_host(workload: FixedWorkload, mechanics: Mechanics) -> list[str]:
 
 
 def _require_parts(strategy: Strategy, workload: FixedWorkload, mechanics: Mechanics) -> None:
-    """Raises InputError for parts with a layout of their own where all must have one."""
+    """Raises InputError for parts with their own layout if a feature needs one layout for all."""
     cut = [f"a model that is cut by {workload.parallel}"] if workload.parallel.cuts else []
     named = [*without_host(workload, mechanics), *cut]
     if strategy.parts and named:
@@ -357,7 +359,7 @@ def _require_parts(strategy: Strategy, workload: FixedWorkload, mechanics: Mecha
 
 
 class Step:
-    """One step from one optimizer step to the next; in between nothing but updated parameters is in flight."""
+    """One step, from one optimizer step to the next. In between, only updated parameters are in flight."""
 
     def __init__(self, setup: Setup, record: bool, idle_s: float, repeats: Repeats | None = None) -> None:
         self.setup, self.record, self.idle_s, self.repeats = setup, record, idle_s, repeats
@@ -380,7 +382,7 @@ class Step:
         self._entered: dict[int, float] = {}
 
     def run(self) -> Totals:
-        """Runs the step; the clock ends at `step_s` less the skipped seconds."""
+        """Runs the step. The clock ends at `step_s` less the skipped seconds."""
         self._updated()
         skipped_s, skipped = self._micro_batches()
         for buckets in self.setup.schedule.buckets:
@@ -406,7 +408,7 @@ class Step:
             self.backend.drain()
 
     def _micro_batches(self) -> tuple[float, list[tuple[Totals, Totals, int]]]:
-        """Runs them all, or skips those that are alike; returns the seconds and totals of those skipped."""
+        """Runs all micro-batches, or skips those that are alike. Returns the seconds and totals of those skipped."""
         count = self.setup.micro_batches
         before: object = None
         done = 0
@@ -414,7 +416,7 @@ class Step:
             start_s, start = self.backend.now_s, self.backend.totals.copy()
             self._micro_batch(done, last=False)
             if done == 0:
-                # The first rank of a pipeline, which ends last, waits between its first forward and its last backward.
+                # The first rank of a pipeline ends last. It waits between its first forward and its last backward.
                 self.backend.idle("pp", "bubble", self.idle_s)
             done += 1
             after = self.backend.signature()

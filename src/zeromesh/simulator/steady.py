@@ -1,15 +1,15 @@
-"""States that come back in a step, so that not all of a long row of equal blocks has to be simulated.
+"""Finds repeated states in a step, so that a long row of equal blocks need not be simulated completely.
 
-[Note: Rows] In a row of equal blocks a phase, one micro-batch's forward or backward, comes back to an earlier state:
-all that is in flight, lies in slots and is known of the units around is the same as some blocks ago, seen from the
-block that runs now. Equal states have equal futures, so any number of blocks more repeats the ones between.
-A few are simulated and looked through for such a state in every phase; if each has one, the step with all blocks is
-theirs plus that many repetitions, and exact. Slots take turns, so states can only be equal where the same slots are
-next (`period`). Where a queue grows from block to block, no state comes back, and all blocks have to be simulated.
+[Note: Rows] In a row of equal blocks, a phase (one micro-batch's forward or backward) returns to an earlier state. All
+that is in flight, that lies in slots and that is known of nearby units is the same as some blocks ago, seen from the
+running block. Equal states have equal futures, so further blocks repeat the ones in between. A few blocks are simulated
+and searched for such a state in every phase. If each phase has one, the step with all blocks is theirs plus that many
+repetitions, exactly. Slots take turns, so states can only be equal if the same slots are next (`period`). If a queue
+grows from block to block, no state returns, and all blocks have to be simulated.
 
-The first forward is another matter: refreshes are in flight as it begins. Where those are of all units, more blocks
-change the traffic beside its first ones: it is then simulated with all of them, and must come to the state that it
-comes to with few.
+The first forward is different, since refreshes are in flight as it begins. If these are of all units, more blocks
+change the traffic beside its first blocks. Then it is simulated with all of them, and must reach the same state as with
+few.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from zeromesh.simulator.network import Job
 class Repeats:
     row: range  # the blocks, by unit
     period: int  # blocks after which the same slots are next
-    # Seconds of `period` blocks more, in all phases but the first so far; None where one did not come back.
+    # Seconds of `period` further blocks in all finished phases except the first; None if a phase did not repeat.
     seconds: float | None = 0.0
-    # States and times in which the first forwards begin, up to the last block's.
+    # States and times at the start of the first forwards, up to the last block's.
     first: list[tuple[object, float]] = field(default_factory=list)
     _phases: dict[bool, list[tuple[object, float]]] = field(default_factory=lambda: {True: [], False: []})
     _last_s: float = 0.0
 
     def enter(self, unit: int, *, forward: bool, interpreter: Interpreter[Job], backend: ClockBackend) -> None:
-        """The unit's forward or backward begins."""
+        """Notes that the unit's forward or backward begins."""
         if unit not in self.row or self.seconds is None:
             return
         marks = self.first if len(self.first) < len(self.row) else self._phases[forward]
         marks.append((self._state(unit, interpreter, backend), backend.now_s))
 
     def end_micro_batch(self, times: int = 1) -> None:
-        """Ends `times` alike micro-batches."""
+        """Ends `times` equal micro-batches."""
         found = [self.repetition_s(marks) for marks in self._phases.values() if marks]
         for marks in self._phases.values():
             marks.clear()
@@ -56,14 +56,14 @@ class Repeats:
             self.seconds += times * self._last_s
 
     def repetition_s(self, marks: Sequence[tuple[object, float]]) -> float | None:
-        """Seconds of `period` blocks in the phase of these marks."""
+        """Seconds of `period` blocks in the phase of these marks; None if it does not repeat."""
         for (state, earlier_s), (later, later_s) in reversed(list(zip(marks, marks[self.period :], strict=False))):
             if state == later:
                 return later_s - earlier_s
         return None
 
     def _state(self, unit: int, interpreter: Interpreter[Job], backend: ClockBackend) -> object:
-        """Everything that the future depends on; units of the row by their distance."""
+        """Returns everything that the future depends on. Units of the row are named by their distance."""
 
         def name(other: int) -> object:
             if other in self.row:
@@ -78,13 +78,13 @@ class Repeats:
             _runs(known[other] for other in range(unit, self.row.stop)),
             _runs(known[other] for other in range(unit, self.row.start - 1, -1)),
             [known[other] for other in range(len(known)) if other not in self.row],
-            # Only reduce slots that are still read: who had the others makes no difference.
+            # Only reduce slots that are still read count: the owners of others make no difference.
             [name(owner) for owner in interpreter.reduce_slots if owner is not None and known[owner].taking],
         )
 
 
 def _queue(jobs: Sequence[tuple[object, ...]], last: int) -> list[object]:
-    """The jobs that wait in a lane, with runs of consecutive blocks shortened."""
+    """Returns the jobs that wait in a lane, with runs of consecutive blocks shortened."""
     found: list[object] = []
     for _, equal in groupby(enumerate(jobs), key=lambda each: (_less(each[1][0], each[0]), each[1][1:])):
         run = [job for _, job in equal]
@@ -97,8 +97,8 @@ def _less(distance: object, position: int) -> object:
 
 
 def _runs(known: Iterable[_Known]) -> list[tuple[_Known, int]]:
-    """Equal neighbours with their number; of the last ones there may be any number, unless they wait for something that
-    is done once for each: deferred reductions, which no lane has yet."""
+    """Groups equal neighbours, with their number. The last group may have any number, unless it waits for something
+    that is done once for each: deferred reductions, which are in no lane yet."""
     runs = [(value, len(list(same))) for value, same in groupby(known)]
     last, count = runs[-1]
     return [*runs[:-1], (last, count if last.taking or last.reducing else 0)]

@@ -1,4 +1,4 @@
-"""A model's units as the schedule wants them."""
+"""A model's units in the form that the schedule needs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def schedule_units(
     parts: Sequence[str] = (),
     shares: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[tuple[Unit, ...], tuple[tuple[UnitSpec, ...], ...]]:
-    """The units that the engine would cut `model` into, root first, each with the description of its contents: one
-    unit of the model, or several neighbours, joined up to `bucket_bytes`. The root is there also where it holds
-    nothing: it is open for the whole of a step.
+    """Returns the units that the engine would cut `model` into, root first, each with the descriptions of its contents:
+    one unit of the model, or several neighbours, joined up to `bucket_bytes`. There is a root even if it holds nothing,
+    since it is open during the whole step.
 
     Args:
-        model: of which every tensor has the name that it has in the engine.
+        model: a model whose tensors have the same names as in the engine.
         bucket_bytes: 0 joins nothing.
-        parts: names of those that have layouts of their own.
-        shares: by part, the model's under "", of which share of the tensors the host takes its stage, in percent.
+        parts: names of parts that have layouts of their own.
+        shares: by part (the model's under ""), the percentage of its tensors that takes the host's stage.
 
     Raises:
-        NotationError: nothing belongs to a part, or it is a class, which a description of tensors does not know.
-        ModelError: a tensor would be in two.
+        NotationError: nothing belongs to a part, or a part is a class, which descriptions of tensors do not know.
+        ModelError: a tensor would be in two parts.
     """
     _require_known(model, parts)
     pairs = list(_pairs(model, workload, parts, shares))
@@ -58,7 +58,7 @@ def _require_known(model: ModelSpec, parts: Sequence[str]) -> None:
 
 
 def _names(spec: UnitSpec) -> list[str]:
-    """Names of the modules that it describes."""
+    """The names of the modules that `spec` describes."""
     return [f"{spec.name.removesuffix('.0')}.{index}" for index in range(spec.count)] if spec.count > 1 else [spec.name]
 
 
@@ -100,7 +100,7 @@ def _buffers(
 
 
 def _part_around(parameter: str, parts: Iterable[str]) -> str:
-    """The part that a parameter of this qualified name is in, as far as names say; "" for none."""
+    """The part that a parameter with this qualified name is in, judged by names only; "" for none."""
     modules = _modules_around(parameter)
     found = [part for part in parts if any(belongs(part, module, "") for module in modules)]
     if len(found) > 1:
@@ -112,13 +112,13 @@ def _part_around(parameter: str, parts: Iterable[str]) -> str:
 
 
 def _modules_around(parameter: str) -> list[str]:
-    """Qualified names of the modules around a parameter, the root's "" first."""
+    """The qualified names of the modules around a parameter, the root's "" first."""
     steps = parameter.split(".")
     return [".".join(steps[:depth]) for depth in range(len(steps))]
 
 
 def join(units: Sequence[Unit]) -> Unit:
-    """Neighbours as one unit, with one buffer for all that differ in nothing but their length."""
+    """Joins neighbours into one unit. Buffers that differ only in length become one."""
     if len(units) == 1:
         return units[0]
     numels: dict[FlatBuffer, int] = {}
@@ -131,6 +131,6 @@ def join(units: Sequence[Unit]) -> Unit:
 
 
 def join_units(units: Sequence[Unit], bucket_bytes: int) -> tuple[list[Unit], list[list[int]]]:
-    """The units that are left, root first, and which ones of `units` each stands for."""
+    """Joins units. Returns the resulting units, root first, and which of `units` each one stands for."""
     groups = neighbours(units, bucket_bytes)
     return [join([units[index] for index in group]) for group in groups], groups

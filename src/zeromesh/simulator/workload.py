@@ -20,14 +20,14 @@ class FixedWorkload:
     seq_len: int
     global_batch_tokens: int  # tokens in a step, all devices together
     micro_batch: int = 1  # sequences that a device computes at once
-    recomputation: Recomputation = Recomputation.NONE  # of activations of the blocks
+    recomputation: Recomputation = Recomputation.NONE  # of the blocks' activations
     param_dtype: str = "bf16"  # of compute, and of parameters on the wire
     reduce_dtype: str | None = None  # of gradients on the wire; None is `param_dtype`
     grad_dtype: str = "fp32"  # of the accumulated gradient
     master_dtype: str = "fp32"  # of the optimizer's copy
-    optimizer: str = "adamw"  # or muon for the matrices of blocks and adamw for the rest
-    ownership: str = "slices"  # or whole tensors that each have an owner, for adamw; muon's always have
-    parallel: Parallel = WHOLE  # by how many ranks the model is cut beside data
+    optimizer: str = "adamw"  # or muon: for matrices of blocks, with adamw for the rest
+    ownership: str = "slices"  # or owners: adamw steps on whole tensors with an owner each, as muon always does
+    parallel: Parallel = WHOLE  # degrees that divide the model in addition to data parallelism
 
     def __post_init__(self) -> None:
         settle_dtypes(self)
@@ -51,7 +51,7 @@ class FixedWorkload:
 
     def micro_batches(self, world: int) -> int:
         """Micro-batches of one step on each of `world` data-parallel ranks. Raises ConfigError if the batch does not
-        divide: it says how much uneven shares would cost, and the nearest batches that divide. Raises InputError if
+        divide: the message gives the cost of uneven shares, and the nearest batches that divide. Raises InputError if
         they do not fill the pipeline."""
         at_once = self.micro_batch_tokens * world
         count, rest = divmod(self.global_batch_tokens, at_once)

@@ -1,9 +1,9 @@
-"""Wire formats: the messages of n elements. One folder each, with one line in `REGISTERED`, which is imported when the
-first wire is no dtype. Torch-free but for the codecs, which are imported when the first message is made.
+"""Wire formats: how n elements become a message. Each has a folder and a line in `REGISTERED`, which is imported when
+the first wire that is not a dtype comes up. Torch-free except for the codecs, which are imported for the first message.
 
-A wire sends the elements in one of `DTYPES`, which collectives add up as they are, or coded: in messages of a
-`WireFormat`, which its codec writes and reads. The notation, the bytes on the wire and in memory, the simulator and
-the engine ask the format.
+A wire sends elements in one of `DTYPES`, which collectives sum directly, or coded, in messages of a `WireFormat` that
+its codec writes and reads. The notation, the bytes on the wire and in memory, the simulator and the engine all ask the
+format.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from zeromesh.wires.format import WireFormat
 
 DTYPES = ("fp32", "bf16", "fp16")
-"""In which elements are sent as they are."""
+"""Dtypes in which elements are sent as they are."""
 
 REGISTERED: list[str | type[WireFormat]] = ["zeromesh.wires.blocks:QuantFormat"]
-"""Each, or where it is defined."""
+"""Each format's class, or its location."""
 
 
 @cache
 def coded(wire: str | None) -> WireFormat | None:
-    """The format that the notation spells `wire`; None where elements are sent as they are.
+    """Returns the format that the notation spells `wire`; None if elements are sent as they are.
 
-    NotationError for a format that cannot be, such as a block of 7.
+    NotationError for an impossible format, such as a block of 7.
     """
     found = (form.parse(wire) for form in _formats()) if wire and wire not in DTYPES else ()
     return next((form for form in found if form is not None), None)
@@ -45,13 +45,13 @@ def _formats() -> Iterator[type[WireFormat]]:
 
 @cache
 def has_triton(device_type: str) -> bool:
-    """Whether kernels in Triton run on torch's devices of this type, here; else torch's operations do their work."""
+    """Whether Triton kernels run here on torch devices of this type. If not, torch's operations do their work."""
     return device_type in ("cuda", "xpu") and importlib.util.find_spec("triton") is not None
 
 
 @contextmanager
 def registered_wire(form: type[WireFormat]) -> Iterator[None]:
-    """A further format, for as long as this is open."""
+    """Adds a format for as long as the context is open."""
     REGISTERED.append(form)
     coded.cache_clear()
     try:

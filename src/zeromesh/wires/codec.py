@@ -1,4 +1,4 @@
-"""Codecs of torch's operations, for any format and device."""
+"""A codec that uses torch's operations, for any format and device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zeromesh.wires.target import Target
 
 
 class TorchCodec(Codec):
-    """With torch's operations, through fp32, on any device; of a format only `encode` and `decode` are left to say.
+    """A codec that uses torch's operations, through fp32, on any device. A format only adds `encode` and `decode`.
 
     Args:
         form: the format.
-        numel: longest tensor at a time, a multiple of the granule; a few 10^5 stay in a host's cache.
-        memory: `form.memory_bytes(numel)` bytes, the first `BYTES` an element of which are this class's.
+        numel: longest tensor at a time, a multiple of the granule; a few 10^5 elements stay in a host's cache.
+        memory: `form.memory_bytes(numel)` bytes. This class uses the first `BYTES` per element.
 
     Raises:
         InputError: the length is not a multiple of the granule.
@@ -35,12 +35,12 @@ class TorchCodec(Codec):
 
     @abstractmethod
     def encode(self, values: Tensor, message: Tensor, *, restore: bool) -> None:
-        """Writes fp32 `values`, whole granules, to `message`; overwrites them, to `restore` with the message's
+        """Writes fp32 `values`, whole granules, to `message`. Overwrites them; with `restore`, by the message's
         values."""
 
     @abstractmethod
     def decode(self, message: Tensor, values: Tensor) -> None:
-        """Fills fp32 `values`, whole granules, with those of `message`."""
+        """Fills fp32 `values`, whole granules, with the values of `message`."""
 
     def quantise_each(
         self,
@@ -50,7 +50,7 @@ class TorchCodec(Codec):
         *,
         skipped: int = -1,
     ) -> Iterator[Tensor]:
-        """See `Codec`; each message is yielded before the next is written."""
+        """See `Codec`. Each message is yielded before the next is written."""
         for rank, (source, message) in enumerate(zip(sources, messages, strict=True)):
             if rank != skipped:
                 self.quantise(source, message, None if residuals is None else residuals[rank])
@@ -71,7 +71,7 @@ class TorchCodec(Codec):
             return
         residual.copy_(values[:numel].add_(residual))
         self.encode(values, message, restore=True)
-        # After an overflow nothing is owed: a nan would stay for ever.
+        # After an overflow the residual is zero: a nan would never go away.
         residual.sub_(values[:numel]).nan_to_num_(0.0, 0.0, 0.0)
 
     def dequantise(self, message: Tensor, target: Tensor) -> None:
@@ -108,6 +108,6 @@ class TorchCodec(Codec):
         return values[:numel]
 
     def _whole(self, numel: int) -> Tensor:
-        """Room for `numel` elements, filled up to whole granules."""
+        """Memory for `numel` elements, rounded up to whole granules."""
         granule = self._form.granule
         return self._values[: -(-numel // granule) * granule]

@@ -1,4 +1,4 @@
-"""The interface of wire formats and of their codecs, who write and read messages and add them up. Torch-free."""
+"""The interface of wire formats and of their codecs, which write messages, read them and add them up. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,38 +25,40 @@ class Codec(ABC):
         *,
         skipped: int = -1,
     ) -> Iterator[Tensor]:
-        """Writes every source to its message, and yields that; the skipped one is not written.
+        """Writes every source to its message, and yields the message. The skipped one is yielded without being written.
 
         Args:
-            sources: equally long, flat, of any floating dtype; views of one tensor, equally far apart, as are messages
-                and residuals.
-            messages: `message_bytes(numel of a source)` bytes; bytes beyond them, here and below, are not touched.
-            residuals: error feedback: added to the sources first, then replaced by the messages' rounding errors.
-            skipped: index of one that is left out; -1 leaves none out.
+            sources: equally long, flat, of any floating dtype. They are views of one tensor, equally far apart; so are
+                messages and residuals.
+            messages: `message_bytes(numel of a source)` bytes each. Bytes beyond, here and below, are not touched.
+            residuals: error feedback. They are added to the sources first, then replaced by the messages' rounding
+                errors.
+            skipped: index of a source to leave out; -1 leaves none out.
         """
 
     @abstractmethod
     def dequantise_each(self, messages: Sequence[Tensor], targets: Sequence[Tensor], *, skipped: int = -1) -> None:
-        """Writes every message's values to its target, rounded once to its dtype, but for the skipped one."""
+        """Writes every message's values, except the skipped one's, to its target, rounded once to the target's
+        dtype."""
 
     def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
-        """`quantise_each` of one."""
+        """`quantise_each` for one source."""
         for _ in self.quantise_each([source], [message], None if residual is None else [residual]):
             pass
 
     def dequantise(self, message: Tensor, target: Tensor) -> None:
-        """`dequantise_each` of one."""
+        """`dequantise_each` for one message."""
         self.dequantise_each([message], [target])
 
     @abstractmethod
     def reduce(self, messages: Tensor, own: Tensor, own_index: int, target: Target, part: slice) -> None:
-        """Adds up in fp32, in the order of the ranks, the messages of the others and the own piece as it is.
+        """Sums in fp32, in the order of ranks, the messages of other ranks and this rank's own piece as it is.
 
         Args:
             messages: (ranks, message bytes); the row of `own_index` is not read.
             own: flat, of any floating dtype; may be `target.out[part]` itself.
-            target: of the sum.
-            part: of the target, as long as `own`.
+            target: where the sum goes.
+            part: range of the target, as long as `own`.
         """
 
     @abstractmethod
@@ -70,29 +72,29 @@ class Codec(ABC):
         message: Tensor,
         residual: Tensor | None = None,
     ) -> None:
-        """`reduce`, times the target's scale, to a message, whose values go to `target.out[part]`.
+        """`reduce`, times the target's scale, into a message. Its values go to `target.out[part]`.
 
         Args:
             messages, own, own_index, part: as for `reduce`.
-            target: of the message's values; nothing is added to them.
+            target: where the message's values go; nothing is added to them.
             message, residual: as for `quantise`.
         """
 
 
 class WireFormat(ABC):
-    """How elements are coded in messages; a value, whose `str` is how the notation spells it.
+    """How elements are coded in messages. It is a value, and its `str` is its spelling in the notation.
 
-    [Note: Laws] Of a multiple of `granule` elements the message is as long as those of its parts together, so that a
-    tensor can go in pieces. Zeros come back as zeros. An infinity or a nan comes back as one or the other, so that
+    [Note: Laws] If a tensor is cut at multiples of `granule`, its message is as long as those of the parts together, so
+    it can be sent in pieces. Zeros come back as zeros. An infinity or a nan comes back as one of the two, so that
     overflow detection still sees it.
 
-    [Note: Which codec] One of torch's operations, on any device, in memory that the schedule counts; a format's kernels
-    in Triton, which need none, where it has some and the device `has_triton`. A transport of messages always takes the
-    first.
+    [Note: Which codec] One codec uses torch's operations, on any device, in memory that the schedule counts. The other
+    uses a format's Triton kernels, which need no memory; it is taken if there are kernels and the device `has_triton`.
+    A transport of messages always takes the first codec.
 
     Args:
-        spellings: all that `parse` takes, for messages.
-        kernels: whether there are some in Triton.
+        spellings: all that `parse` accepts, for messages.
+        kernels: whether it has Triton kernels.
     """
 
     __slots__ = ()
@@ -102,10 +104,10 @@ class WireFormat(ABC):
     @classmethod
     @abstractmethod
     def parse(cls, text: str) -> Self | None:
-        """The format that is spelt so; None if it is another's.
+        """Returns the format with this spelling; None if it is another format's.
 
         Raises:
-            NotationError: this one's, and wrong.
+            NotationError: the spelling is this format's, but invalid.
         """
 
     @abstractmethod
@@ -114,7 +116,7 @@ class WireFormat(ABC):
     @property
     @abstractmethod
     def granule(self) -> int:
-        """Elements that are coded together."""
+        """Number of elements that are coded together."""
 
     @abstractmethod
     def message_bytes(self, numel: int) -> int:
@@ -123,30 +125,32 @@ class WireFormat(ABC):
     @property
     @abstractmethod
     def step(self) -> float:
-        """How far one coding moves an element, at most, over the largest of its granule."""
+        """How far one coding moves an element at most, divided by the largest of its granule."""
 
     @property
     def stochastic(self) -> bool:
-        """Whether its codec draws noise."""
+        """Whether the codec draws noise."""
         return False
 
     def unbiased(self) -> WireFormat:
-        """The same messages with errors of mean zero, for sums over many steps; itself, where it knows no other way."""
+        """Returns a format with the same messages and errors of mean zero, for sums over many steps; itself, if it has
+        no such way."""
         return self
 
     def error_bound(self, codings: int) -> float:
-        """How far values may end from the exact ones after that many codings in a row, over their largest size.
+        """How far values may move from the exact ones in `codings` codings in a row, divided by their largest size.
 
-        With M the largest |x| at the start, the k-th coding meets values of at most M*(1+h)^(k-1) and moves them by at
-        most h of that: together M*((1+h)^k - 1), about k*h*M. A mean over ranks does not enlarge it.
+        Let M be the largest |x| at the start. The k-th coding meets values of at most M*(1+h)^(k-1), and moves them by
+        at most h of that. Together this is M*((1+h)^k - 1), about k*h*M. A mean over ranks does not enlarge it.
         """
         return float((1 + self.step) ** codings - 1)
 
     @abstractmethod
     def memory_bytes(self, numel: int) -> int:
-        """Memory of the codec of torch's operations for up to `numel` elements; a multiple of 8 if `numel` is one."""
+        """Memory of the torch codec for up to `numel` elements; a multiple of 8 if `numel` is one."""
 
     @abstractmethod
     def codec(self, numel: int, memory: Tensor, generator: torch.Generator | None) -> Codec:
-        """The codec for tensors of up to `numel` elements where `memory` is: `memory_bytes(numel)` bytes, or any number
-        where kernels need none. The generator of random numbers is on the host."""
+        """Returns the codec for tensors of up to `numel` elements on the device of `memory`. `memory` has
+        `memory_bytes(numel)` bytes, or any number if kernels need none. `generator`, for random numbers, is on the
+        host."""

@@ -1,4 +1,4 @@
-"""The end of a reduction: one finished sum, rounded once, on its way to where it is wanted."""
+"""The end of a reduction: a finished sum is rounded once and written to its destination."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a sum goes: rounded once to the dtype of `out`."""
+    """Where a sum goes, rounded once to the dtype of `out`."""
 
-    out: Tensor  # of the chunk's length
+    out: Tensor  # as long as the chunk
     scale: float  # factor of the sum
-    accumulate: bool  # add to the values there
+    accumulate: bool  # whether to add to the values in `out`
 
     def add_up(self, terms: Sequence[Tensor], part: slice, total: Tensor, widened: Tensor) -> None:
-        """Sums two or more `terms` in order into `out[part]`, all equally long; one of them may be `out[part]` itself.
+        """Sums two or more `terms` in order into `out[part]`. All are equally long; one of them may be `out[part]`
+        itself.
 
-        `total` is memory for the sum, wide, at least as long, `widened` as much for one term.
+        `total` is memory in the wide dtype for the sum, at least as long; `widened` is the same for one term.
         """
         numel = terms[0].numel()
         total, widened = total[:numel], widened[:numel]
@@ -35,7 +36,8 @@ class Target:
         self.store(total, part, widened)
 
     def take(self, total: Tensor, part: slice = slice(None)) -> None:
-        """Scales a finished sum, of any dtype, which is overwritten, and brings it to `out[part]`, which it may be."""
+        """Scales a finished sum of any dtype, which is overwritten, and brings it to `out[part]`, where it may lie
+        already."""
         out = self.out[part]
         if self.accumulate:
             out.add_(total if self.scale == 1 else total.mul_(self.scale))
@@ -58,10 +60,10 @@ class Target:
 
 
 def _add(total: Tensor, term: Tensor, widened: Tensor) -> None:
-    """Adds a term, widened first, which loses nothing.
+    """Adds a term after widening it, which loses nothing.
 
-    On the CPU through `widened`, which stays in cache, since torch would allocate its own. A device's kernel widens
-    as it loads, so a term is one launch. Not one for all terms: `torch.sum` over a dimension is not in their order.
+    On the CPU it is widened into `widened`, which stays in cache; torch would allocate memory. A device's kernel widens
+    as it loads, so each term is one launch. One `torch.sum` for all terms would not add in their order.
     """
     narrow = term.dtype != total.dtype and total.is_cpu
     total.add_(widened.copy_(term) if narrow else term)

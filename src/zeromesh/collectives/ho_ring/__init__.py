@@ -1,9 +1,9 @@
-"""HO-Ring (PaRO, arXiv 2310.06003): the bytes of level after level, with two levels at work at once.
+"""HO-Ring (PaRO, arXiv 2310.06003): sends the bytes of level after level, but with two levels at work at once.
 
-As soon as one level delivers a slice the other passes it on, while the first fetches the next: the time is that of the
-slower level plus one slice of the other, instead of the sum of both. How it does that is in `ring.py`: of messages,
-which cost little. Elsewhere a slice would be a launch, and its sum several: there the levels follow each other, each as
-the backend's own collective.
+As soon as one level delivers a slice, the other passes it on, while the first fetches the next. So it takes the time of
+the slower level plus one slice of the other, instead of the sum of both. `ring.py` does this with messages, which cost
+little. On other transports each slice would be a kernel launch, and summing it several. There the levels run one after
+the other, each as the backend's own collective.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class HoRing(ByLevel):
-    """Two levels at once; the values are those of level after level to the bit.
+    """Two levels at once. The values equal those of level after level to the bit.
 
-    Two steps at once have a `major` axis and a `minor` one: the region is major * minor equal shards, and shard
-    i * minor + t belongs to the rank with index i on major and t on minor. A gather goes over minor first, a reduction
-    over major first.
+    Two steps at once have a `major` and a `minor` axis. The region is major * minor equal shards; shard i * minor + t
+    belongs to the rank with index i on major and t on minor. A gather goes over minor first, a reduction over major
+    first.
     """
 
     name = "ho_ring"
@@ -37,8 +37,8 @@ class HoRing(ByLevel):
     costs = "zeromesh.collectives.ho_ring.cost:HoRingCost"
 
     def grouped(self, route: Route, *, messages: bool) -> tuple[tuple[Transfer, ...], ...]:
-        """A step has a partner where both scatter, or both gather, lossless and in the dtype of the region, so that
-        nothing is copied between them."""
+        """Pairs two steps if both scatter or both gather, lossless and in the region's dtype, so that nothing is copied
+        between them."""
         groups: list[tuple[Transfer, ...]] = []
         for step in route.steps:
             before = groups[-1][0] if groups and len(groups[-1]) == 1 and messages else None
@@ -66,20 +66,20 @@ class HoRing(ByLevel):
         return replace(second, groups=axes, call=call, before=first.before)
 
     def all_gather(self, region: Tensor, major: AxisGroup, minor: AxisGroup) -> None:
-        """Fills the flat, contiguous `region`, of which this rank's shard is filled."""
+        """Fills the flat, contiguous `region`. This rank's shard in it is already filled."""
         from zeromesh.collectives.ho_ring.ring import ho_ring_all_gather
 
         ho_ring_all_gather(region, major, minor)
 
     def reduce_scatter(self, region: Tensor, out: Tensor, major: AxisGroup, minor: AxisGroup, **options: Any) -> None:
-        """Sums this rank's shard of all ranks' `region`, times both scales, into `out`, or adds it there.
+        """Sums this rank's shard of all ranks' `region`, times both scales. Writes the sum to `out`, or adds it there.
 
         Args:
-            region: flat, contiguous; overwritten with values of no use.
+            region: flat, contiguous; its values are lost.
             out: as long as one shard.
             major, minor: the two axes.
             options: `workspace` of the lane; `scales`, factors of the sums over major and over minor; `accumulate`,
-                whether to add to `out`.
+                True to add to `out`.
         """
         from zeromesh.collectives.ho_ring.ring import ho_ring_reduce_scatter
 

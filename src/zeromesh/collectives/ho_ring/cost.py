@@ -1,4 +1,4 @@
-"""The cost of HO-Ring: in which slices two levels work at once, and how many of them wait to be summed."""
+"""The cost of HO-Ring: the slices in which two levels work at once, and how many of them wait to be summed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from zeromesh.schedule.transfer import Transfer
 from zeromesh.schedule.unit import ITEM_BYTES
 
 SLICES = 16
-"""A shard is cut into that many: one level starts on a slice when the other has delivered it, so the first and the last
-are not overlapped."""
+"""Number of slices of a shard. One level starts on a slice when the other has delivered it, so the first and the last
+slice do not overlap."""
 
 SLICE_BYTES = range(1 << 18, 1 << 20)
-"""Shortest and longest slice: shorter ones cost more CPU time than they hide."""
+"""Shortest and longest slice. Shorter slices would cost more CPU time than they hide."""
 
 WINDOW = 4
-"""Slices under way on each of two levels that reduce at once."""
+"""Slices under way on each level, when two levels reduce at once."""
 
 
 def slice_bytes(shard_bytes: int) -> int:
-    """Length of the slices of a shard; a multiple of every element's size."""
+    """Returns the length of a shard's slices, a multiple of every element's size."""
     return min(max(shard_bytes // SLICES, SLICE_BYTES.start), SLICE_BYTES.stop) // 64 * 64
 
 
@@ -34,7 +34,7 @@ def sum_terms(major: int, minor: int) -> int:
 
 
 class HoRingCost(HierarchicalCost):
-    """The time of the slower level plus one slice of the other."""
+    """Costs the time of the slower level plus one slice of the other."""
 
     def joint_cost(self, group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
         if len(group.hops) <= 1 or operation == "broadcast":
@@ -63,18 +63,18 @@ class HoRingCost(HierarchicalCost):
         shard_numel = -(-max(step.numel for step in steps) // prod(sizes))
         item_bytes = ITEM_BYTES[steps[0].wire]
         longest = slice_bytes(shard_numel * item_bytes)
-        if steps[0].operation == "all_gather":  # passes every shard of the ring on
+        if steps[0].operation == "all_gather":  # a gather passes on every shard of the ring
             rounds = -(-shard_numel // (longest // item_bytes)) * sizes[0]
-        else:  # sums the same slice of all shards in one round
+        else:  # a reduction sums one slice of all shards in a round
             wide, terms = max(item_bytes, ITEM_BYTES["fp32"]), sum_terms(*sizes)
             numel = part_numel(MESSAGES_BYTES, item_bytes, wide, terms=terms, longest_bytes=longest)
-            rounds = -(-shard_numel // max(1, numel))  # 0 of more ranks than there is room for
+            rounds = -(-shard_numel // max(1, numel))  # 0 if there are more ranks than room
         return overlapped_cost(first, second, rounds)
 
 
 def overlapped_cost(first: CollectiveCost, second: CollectiveCost, slices: int) -> CollectiveCost:
-    """Two collectives of which each works on a slice as soon as the other has delivered it: the slower one's time, and
-    one slice of the other; on the same links both take their time."""
+    """The cost of two collectives if each works on a slice as soon as the other has delivered it: the slower one's
+    time, plus one slice of the other. On the same links both take their full time."""
     slower, other = max(first.seconds, second.seconds), min(first.seconds, second.seconds)
     busy = merge_busy(first.busy, second.busy)
     seconds = max(slower + other / max(1, slices), *(share for _, share in busy))

@@ -1,16 +1,16 @@
 """Gathers and reductions over two axes at once, slice by slice.
 
-[Note: Two levels] The region is m * g equal shards, m = size of the `major` axis, g = size of the `minor` one; shard
-i * g + t belongs to the rank with index i on major and t on minor, as two axes of a layout lie in a flat buffer. A
-gather goes over minor first, a reduction over major first; where minor is the slow axis it carries (g-1)/g of a chunk
+[Note: Two levels] The region is m * g equal shards, with m the size of the `major` axis and g that of the `minor` one.
+Shard i * g + t belongs to the rank with index i on major and t on minor: so two axes of a layout lie in a flat buffer.
+A gather goes over minor first, a reduction over major first. If minor is the slow axis, it carries (g-1)/g of a chunk
 instead of (mg-1)/(mg) of the region::
 
     m = g = 2             gather                              reduce-scatter
     rank (major, minor)   minor: (0,0)-(0,1), (1,0)-(1,1)     major: (0,0)-(1,0), (0,1)-(1,1)
     shards a b | c d      then major: (0,0)-(1,0), ...        then minor
 
-In a gather, as soon as minor delivers a slice, it is sent on to all ranks of major; in a reduction, as soon as a slice
-is summed over major, it is on its way over minor. Two collectives, one after the other, give the same bits.
+In a gather, each slice that minor delivers is sent on to all ranks of major at once. In a reduction, each slice is sent
+over minor as soon as it is summed over major. The bits are those of two collectives, one after the other.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from zeromesh.comm.transport import carried
 from zeromesh.wires.target import Target
 
 LAG = 2
-"""Rounds by which the sums over minor follow those over major: their messages have that long to arrive."""
+"""Rounds by which sums over minor follow those over major, so that their messages have time to arrive."""
 
 
 @carried
 def ho_ring_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup) -> None:
-    """Fills `region` ([Note: Two levels]), of which this rank's shard is filled, with every rank's. Raises
-    CommunicationError if a peer died or stalled, or issued something else."""
+    """Gathers every rank's shard into `region` ([Note: Two levels]); this rank's shard is already there. Raises
+    CommunicationError if a peer died, stalled, or issued another collective."""
     grid = _Grid.of(region, major, minor, "all_gather", (major.gather, minor.gather))
     numel = slice_bytes(grid.shards[0][0].nbytes) // region.element_size()
     _gather_along_ring(grid, numel)
@@ -42,10 +42,11 @@ def ho_ring_all_gather(region: Tensor, major: AxisGroup, minor: AxisGroup) -> No
 
 
 def _gather_along_ring(grid: _Grid, numel: int) -> None:
-    """Each piece goes along the ring over minor, and from every rank there to all of major."""
+    """Sends each piece along the ring over minor. Every rank that has it sends it to all of major."""
     major, minor = grid.major.group, grid.minor.group
     size, own = minor.size, minor.rank
-    # Shards reach this rank along the ring in this order, its own first; the same on all ranks of its major axis.
+    # Shards come along the ring to this rank in this order, its own first. All ranks of its major axis have the same
+    # order.
     order = [grid.shards[major.rank][(own - step) % size] for step in range(size)]
     ring = [(piece, grid.minor.post_recv(piece, (own - 1) % size)) for t in order[1:] for piece in pieces(t, numel)]
     spread = [grid.major.post_recv(piece, peer) for peer, piece in _from_major(grid, numel)]
@@ -85,8 +86,8 @@ def ho_ring_reduce_scatter(
     scales: tuple[float, float] = (1.0, 1.0),
     accumulate: bool = False,
 ) -> None:
-    """Sums this rank's shard of every rank's `region`, times both `scales`, into `out`, or adds it there. Raises
-    CommunicationError if a peer died or stalled, or issued something else."""
+    """Sums this rank's shard of every rank's `region`, times both `scales`. Writes the sum to `out`, or adds it there.
+    Raises CommunicationError if a peer died, stalled, or issued another collective."""
     grid = _Grid.of(region, major, minor, "reduce_scatter", (major.reduce, minor.reduce))
     terms = sum_terms(major.size, minor.size)
     wide = sum_dtype(region.dtype, out.dtype)
@@ -127,7 +128,7 @@ class _Grid:
 
 
 class _Rounds:
-    """The rounds of an overlapped reduction: each takes one part of every shard over both axes."""
+    """The rounds of an overlapped reduction. Each takes one part of every shard over both axes."""
 
     def __init__(self, *, grid: _Grid, scratch: SumScratch, scale: float, sums: Sequence[Tensor]) -> None:
         self.grid = grid
@@ -136,7 +137,8 @@ class _Rounds:
         self.sums = sums
         self.parts = parts(sums[0].numel(), scratch.numel)
         own, size = grid.minor.group.rank, len(sums)
-        # This rank's own shard last: shards that others wait for leave first. The same on all ranks of its major axis.
+        # This rank's own shard comes last, since others wait for theirs. All ranks of its major axis have the same
+        # order.
         self._order = [(own + step) % size for step in range(1, size + 1)]
         over_major = WINDOW * size * len(grid.major.peers)
         self._slots_major, self._slots_minor = scratch.terms[:over_major], scratch.terms[over_major:]
@@ -167,7 +169,7 @@ class _Rounds:
         return [slot[: part.stop - part.start] for slot in slots[index % WINDOW * count :][:count]]
 
     def sum_over_major(self, index: int) -> None:
-        """Sums a round over major, shard by shard, and sends the sums on over minor."""
+        """Sums a round over major, shard by shard, and sends the sums over minor."""
         part, own = self.parts[index], self.grid.major.group.rank
         received, wait = self._from_major.popleft()
         wait()
@@ -179,10 +181,10 @@ class _Rounds:
             )
         self._post_minor(index)
         if index + WINDOW < len(self.parts):
-            self._post_major(index + WINDOW)  # into the slots whose terms have been summed by now
+            self._post_major(index + WINDOW)  # into slots whose terms are summed by now
 
     def sum_over_minor(self, index: int, target: Target) -> None:
-        """Sums a round over minor, into its part of the result."""
+        """Sums a round over minor into its part of the result."""
         part, own = self.parts[index], self.grid.minor.group.rank
         received, wait = self._from_minor.popleft()
         wait()

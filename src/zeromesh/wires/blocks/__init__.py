@@ -1,10 +1,10 @@
 """Blockwise quantisation: a flat tensor on an int8 or int4 wire.
 
 [Note: Wire format] Each block of `block` consecutive elements has one scale s = max|x| / Q, Q = 127 for int8 and 7 for
-int4, and codes round(x / s) in -Q..Q. A message of n elements is the codes of all blocks, then their scales; the last
-block is filled up with zeros. An int4 byte is c + 16 * d, signed, for the codes c of element j and d of element
-j + block/2 of its block: |c| <= 7, so d is the nearest integer to byte / 16, and packing and unpacking are arithmetic
-on whole vectors. ::
+int4, and codes round(x / s) in -Q..Q. A message of n elements has the codes of all blocks, then their scales; the last
+block is padded with zeros. An int4 byte is c + 16 * d, signed, with c the code of element j and d that of element j +
+block/2 of its block. Since |c| <= 7, d is the nearest integer to byte / 16, so packing and unpacking are arithmetic on
+whole vectors. ::
 
     int8, block 128   | 128 codes | 128 codes | ... | scale | scale | ...      1.03 bytes an element
     int4, block 128   |  64 bytes |  64 bytes | ... | scale | scale | ...       .53 bytes an element
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 128
-"""Elements that share one fp32 scale, unless the wire says otherwise. Smaller blocks bound the error more tightly and
-cost 4/128 byte an element more: 3 % of int8's bytes."""
+"""Elements that share one fp32 scale, unless the wire says otherwise. Smaller blocks have tighter error bounds, but
+each halving costs 3 % more bytes with int8."""
 
 LARGEST_BLOCK = 1024
 SCALE_BYTES = 4
@@ -41,7 +41,7 @@ _SPELT = re.compile(r"int(?P<bits>[48])(\[(?P<block>\d{1,9})\])?", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantFormat(WireFormat):
-    """`int8`, or `int4[32]` with blocks of its own.
+    """`int8`, or `int4[32]` with blocks of another size.
 
     Raises:
         NotationError: another number of bits, or a block that cannot be packed.

@@ -1,14 +1,14 @@
-"""Triton kernels of the quantised wires; the messages of [Note: Wire format], as `Quantiser` writes them.
+"""Triton kernels of the quantised wires. Messages are those of [Note: Wire format], as `Quantiser` writes them.
 
 Each kernel reads and writes every byte once: a program holds some blocks in registers from load to store. One launch
-serves all ranks, a row of programs each, since a message alone may be too short to fill a device. Under
-TRITON_INTERPRET=1 they run on the CPU, slowly, for tests. Rounding to nearest gives the codes that torch's operations
-give, since divisions are rounded (`/` is approximate on a device) and products are not fused into the sums that follow
-(`LAUNCH`); stochastic rounding draws other, equally uniform noise.
+serves all ranks, with a row of programs each, since one message may be too short to fill a device. Under
+TRITON_INTERPRET=1 they run on the CPU, slowly, for tests. Rounding to nearest gives the same codes as torch's
+operations: divisions are rounded (`/` is approximate on a device), and products are not fused into the sums that follow
+(`LAUNCH`). Stochastic rounding draws different, equally uniform noise.
 """
 
-# Triton has no types, compiles its functions from their source, and need not be installed.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
+# Triton has no types, compiles functions from their source, and need not be installed. mypy:
+# disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from zeromesh.wires.format import Codec
 from zeromesh.wires.target import Target
 
 ROWS = 16
-"""Blocks per program: with a block of 128 a thread has eight neighbouring elements of each half, 16 bytes of bf16."""
+"""Blocks per program. With a block of 128, each thread has eight neighbouring elements of each half: 16 bytes of
+bf16."""
 
 NOISE_ROUNDS = tl.constexpr(7)
 """Philox-4x32 passes the tests of BigCrush with 7 rounds or more (Salmon et al. 2011, "Parallel random numbers: as easy
 as 1, 2, 3", table 2). Triton's default is 10."""
 
 MAGIC = tl.constexpr(12582912.0)
-"""1.5 * 2**23: adding it leaves no bits for a fraction, so it rounds half to even; the lowest byte of the sum is the
-number. A conversion runs at a quarter of the rate."""
+"""1.5 * 2**23. Adding it leaves no bits for a fraction, so it rounds half to even, and the sum's lowest byte is the
+number. A conversion would run at a quarter of the rate."""
 
 LAUNCH = {"enable_fp_fusion": False}
 """Options of every kernel: equal codes are worth the additional instructions."""
@@ -51,17 +52,18 @@ def _inverse_and_scale(largest, has_nan, LARGEST: tl.constexpr, SMALLEST_: tl.co
 
 @triton.jit
 def _round(values, noise, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Whole numbers within +-LARGEST, plus MAGIC: at random where `noise` is uniform in [1, 2), else to nearest."""
+    """Rounds to integers within +-LARGEST, plus MAGIC. With STOCHASTIC, `noise` must be uniform in [1, 2); else to
+    nearest."""
     if STOCHASTIC:
         rounded = (values - 1.5) + noise + MAGIC  # below 128 no bit of the noise is lost
         return tl.minimum(tl.maximum(rounded, MAGIC - LARGEST), MAGIC + LARGEST)
     else:
-        return values + MAGIC  # the values are within LARGEST but for their rounding
+        return values + MAGIC  # the values are within LARGEST except for their rounding
 
 
 @triton.jit
 def _noise(seed, rows, ROWS_: tl.constexpr, COLUMNS: tl.constexpr):
-    """Uniform numbers in [1, 2) for two halves of some blocks, of 16 bits each: one draw serves eight elements."""
+    """Uniform 16-bit numbers in [1, 2) for both halves of some blocks. One draw serves eight elements."""
     draws = rows[:, None] * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)[None, :]
     one, two, three, four = tl.randint4x(seed, draws, NOISE_ROUNDS)
     return _between(one, two, ROWS_, COLUMNS), _between(three, four, ROWS_, COLUMNS)
@@ -69,7 +71,7 @@ def _noise(seed, rows, ROWS_: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _between(one, two, ROWS_: tl.constexpr, COLUMNS: tl.constexpr):
-    """Floating-point numbers in [1, 2) with each half of the words as a fraction, and 2**-17: their mean is 1.5."""
+    """Floating-point numbers in [1, 2): each half of a word is a fraction, plus 2**-17, so that their mean is 1.5."""
     words = tl.reshape(tl.join(one, two), (ROWS_, COLUMNS // 2)).to(tl.uint32, bitcast=True)
     upper, lower = ((words >> 9) & 0x7FFF80) | 0x3F800040, ((words << 7) & 0x7FFF80) | 0x3F800040
     return tl.reshape(tl.join(upper, lower), (ROWS_, COLUMNS)).to(tl.float32, bitcast=True)
@@ -77,16 +79,16 @@ def _between(one, two, ROWS_: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _bounded(columns, numel, HALF: tl.constexpr, COLUMNS: tl.constexpr):
-    """The columns of a half. Where that is no power of two, the lanes beyond it are outside of the tensor."""
+    """The columns of a half. If HALF is no power of two, the lanes beyond it are moved outside the tensor."""
     if HALF == COLUMNS:
-        return columns  # the compiler sees that they are contiguous, and loads and stores them in wide words
+        return columns  # the compiler sees that they are contiguous, and uses wide loads and stores
     else:
         return tl.where(columns < HALF, columns, numel)
 
 
 @triton.jit
 def _two_halves(pointer, rows, columns, numel, HALF: tl.constexpr):
-    """The lower and upper halves of some blocks of a flat tensor, in fp32, zeros behind its end."""
+    """Loads the lower and upper halves of some blocks of a flat tensor, in fp32, with zeros behind its end."""
     low = rows[:, None] * (2 * HALF) + columns[None, :]
     high = low + HALF
     first = tl.load(pointer + low, mask=low < numel, other=0.0).to(tl.float32)
@@ -100,7 +102,7 @@ def _store_message(
     HALF: tl.constexpr, BITS: tl.constexpr, LARGEST: tl.constexpr,
     STOCHASTIC: tl.constexpr, SMALLEST_: tl.constexpr, ROWS_: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Quantises two halves of some blocks and stores codes and scales; returns the values that the message holds."""
+    """Quantises two halves of some blocks, and stores codes and scales. Returns the values that the message holds."""
     largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
     nans = tl.max((first != first).to(tl.int32), axis=1) + tl.max((second != second).to(tl.int32), axis=1)
     inverse, scale = _inverse_and_scale(largest, nans > 0, LARGEST, SMALLEST_)
@@ -124,7 +126,7 @@ def _store_message(
 
 @triton.jit
 def _load_message(codes, scales, rows, columns, blocks, HALF: tl.constexpr, BITS: tl.constexpr):
-    """Two halves of some blocks, dequantised."""
+    """Loads and dequantises two halves of some blocks."""
     inside = (rows < blocks)[:, None] & (columns < HALF)[None, :]
     scale = tl.load(scales + rows, mask=rows < blocks, other=0.0).to(tl.float32)
     if BITS == 8:
@@ -140,14 +142,14 @@ def _load_message(codes, scales, rows, columns, blocks, HALF: tl.constexpr, BITS
 
 @triton.jit
 def _store_lost(residual, low, high, first, second, numel):
-    """Stores a message's rounding errors; after an overflow nothing is owed: a nan would stay for ever."""
+    """Stores a message's rounding errors. After an overflow it stores zeros: a nan would never go away."""
     first = tl.where(tl.abs(first) < float("inf"), first, 0.0)
     second = tl.where(tl.abs(second) < float("inf"), second, 0.0)
     tl.store(residual + low, first.to(residual.dtype.element_ty), mask=low < numel)
     tl.store(residual + high, second.to(residual.dtype.element_ty), mask=high < numel)
 
 
-@triton.jit(do_not_specialize=["seed"])  # else one seed in 16 would be compiled for
+@triton.jit(do_not_specialize=["seed"])  # else Triton compiles anew for one seed in 16
 def _quantise_kernel(
     source, codes, scales, residual, source_stride, codes_stride, scales_stride, residual_stride, skipped, numel,
     blocks, seed,
@@ -205,7 +207,7 @@ def _add_up(
     codes, scales, codes_stride, scales_stride, own_first, own_second, own_index, rows, columns, blocks, factor,
     TERMS: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """The sum of all ranks' terms in their order, the own one as it is, times a factor."""
+    """Adds up all ranks' terms in their order, this rank's as it is, and multiplies the sum by `factor`."""
     first = tl.zeros_like(own_first)
     second = tl.zeros_like(own_second)
     for term in range(TERMS):
@@ -275,11 +277,11 @@ def _requantise_kernel(
 
 
 class TritonQuantiser(Codec):
-    """As `Quantiser`, with one kernel for each operation and without memory of its own.
+    """Does as `Quantiser`, with one kernel for each operation and without memory of its own.
 
     Args:
-        form: of the wire.
-        generator: of the seeds of stochastic rounding, on the host.
+        form: the wire's format.
+        generator: generates the seeds of stochastic rounding, on the host.
     """
 
     def __init__(self, form: QuantFormat, generator: torch.Generator | None = None) -> None:
@@ -368,12 +370,12 @@ class TritonQuantiser(Codec):
 
 
 def _apart(tensors: Sequence[Tensor]) -> int:
-    """Elements from each to the next."""
+    """Elements from each tensor to the next."""
     if len(tensors) == 1:
         return 0
     return (tensors[1].data_ptr() - tensors[0].data_ptr()) // tensors[0].element_size()
 
 
 def _message_strides(messages: Sequence[Tensor], scales: Tensor) -> tuple[int, int]:
-    """From the codes of each message to those of the next, and from scales to scales."""
+    """Distances from the codes of each message to the next message's, and from scales to scales."""
     return _apart(messages), _apart(messages) // scales.element_size()

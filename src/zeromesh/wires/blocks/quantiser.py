@@ -10,23 +10,24 @@ from zeromesh.wires.blocks import SCALE_BYTES, QuantFormat
 from zeromesh.wires.codec import TorchCodec
 
 SMALLEST = 1e-35
-"""Below, the inverse of a scale would not be finite in fp32."""
+"""Below this, the inverse of a scale would not be finite in fp32."""
 
 
 def split(form: QuantFormat, message: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """The codes, as signed (blocks, bytes), and the scales, as (blocks, 1), of a message."""
+    """Splits a message into the codes, as signed (blocks, bytes), and the scales, as (blocks, 1)."""
     stop = blocks * form.row_bytes
     codes, scales = message[:stop].view(torch.int8), message[stop : stop + blocks * SCALE_BYTES].view(torch.float32)
     return codes.view(blocks, form.row_bytes), scales.view(blocks, 1)
 
 
 class Quantiser(TorchCodec):
-    """Quantises and dequantises in memory of its own.
+    """Quantises and dequantises, in the memory that it is given.
 
     Args:
-        form: of the wire.
+        form: the wire's format.
         numel, memory: see `TorchCodec`.
-        generator: of the noise of stochastic rounding, on the host; a device draws with its own, seeded by this one.
+        generator: generates the noise of stochastic rounding, on the host. A device draws with its own, seeded by this
+            one.
 
     Raises:
         InputError: the length is not a multiple of the block, or stochastic rounding has no generator.
@@ -72,7 +73,7 @@ class Quantiser(TorchCodec):
         rows.mul_(scales)
 
     def _scale(self, rows: Tensor, scales: Tensor) -> Tensor:
-        """Fills `scales` and returns their inverses: zero where the block counts as zero."""
+        """Fills `scales` and returns their inverses, with zero for blocks that count as zero."""
         inverse, lowest = self._inverse[: len(rows)], self._lowest[: len(rows)]
         torch.amax(rows, 1, keepdim=True, out=inverse)
         torch.amin(rows, 1, keepdim=True, out=lowest)
@@ -87,7 +88,7 @@ class Quantiser(TorchCodec):
             values.round_()
             return
         noise = self._noise[: values.numel()]
-        # Four numbers of 16 bits a draw: drawing takes most of the time.
+        # Each draw gives four 16-bit numbers, since drawing takes most of the time.
         noise.view(torch.int64).random_(-(2**63), None, generator=self._generator)
         uniform = self._scratch[: values.numel()].copy_(noise)
         values.add_(uniform.add_(2**15 + 0.5).mul_(2**-16)).floor_()
