@@ -21,7 +21,7 @@ IN_A_CHECKOUT = ("bench", "lab", "validate")
 
 
 class Grouped(TyperCommand):
-    """A command whose help shows options under the headings that they name (`rich_help_panel`), as plain text."""
+    """A command whose help groups options under their headings (`rich_help_panel`), as plain text."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:  # typer has click, or a copy of it
         rows: dict[str, list[tuple[str, str]]] = {}
@@ -35,7 +35,7 @@ class Grouped(TyperCommand):
 
 
 def plain_app(name: str, *, add_completion: bool = False) -> typer.Typer:
-    """A command line with plain help: rich panels would cost a third of the .3 s that help may take."""
+    """Makes a command line with plain help. Rich panels would take a third of the .3 s that help may take."""
     return typer.Typer(
         name=name,
         no_args_is_help=True,
@@ -108,7 +108,7 @@ def run(command: Callable[[], object]) -> None:
     except ZeromeshError as error:
         from zeromesh.launch.failure import end_process
 
-        # Ranks that another launcher has started are told apart.
+        # Tells apart ranks that another launcher has started.
         who = f"rank {os.environ['RANK']} failed: " if "RANK" in os.environ else ""
         tell(f"zeromesh: {who}{error}", sys.stderr)
         end_process(1)

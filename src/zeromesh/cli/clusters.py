@@ -32,7 +32,7 @@ def clusters(
         machine = cluster.host_memory_bytes
         host = [] if machine is None else [f"{units.format_bytes(machine)} a machine"]
         facts = [f"{device.name}: {units.format_bytes(device.memory_bytes)}", *host, *rates, *levels]
-        # Lines break between facts, not inside one.
+        # Lines break between facts, not inside a fact.
         text = ", ".join(fact.replace(" ", "\N{NO-BREAK SPACE}") for fact in facts)
         print(textwrap.fill(f"{cluster.name}  {cluster.description}", width, subsequent_indent="    "))
         filled = textwrap.fill(text, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""Options and output shared by the measuring commands, and signals that end one as an error does."""
+"""Options and output that the measuring commands share, and signals that end a command as an error does."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import typer
 from zeromesh.errors import InputError
 
 MOST_HERE = 8
-"""Processes that are started on this machine's cores unless --ranks asks for more."""
+"""Most processes that are started on this machine's cores, unless --ranks asks for more."""
 
 
 @contextmanager
 def starting_ranks() -> Iterator[None]:
-    """Inside, ranks are started, or are there: signals end them all, and wrong input is said once."""
+    """While ranks are started or run inside, signals end them all, and wrong input is reported once."""
     from zeromesh.progress import progress
 
     try:
@@ -29,11 +29,11 @@ def starting_ranks() -> Iterator[None]:
 
         if is_first():
             raise
-        raise typer.Exit(2) from None  # all ranks of a torchrun have the same arguments: the first says it once
+        raise typer.Exit(2) from None  # all ranks of a torchrun have the same arguments; the first reports it
 
 
 def mesh_of(text: str, ranks: int) -> dict[str, int]:
-    """The mesh of `--mesh`, of `--ranks`, or of the ranks that torchrun has started."""
+    """Returns the mesh of `--mesh`, of `--ranks`, or of the ranks that torchrun has started."""
     from zeromesh.measure.launch import default_mesh, parse_mesh, under_torchrun
 
     if text and ranks:
@@ -46,7 +46,7 @@ def mesh_of(text: str, ranks: int) -> dict[str, int]:
 
 
 def _ranks_here() -> int:
-    """One for each device, or for each processor core, up to `MOST_HERE`, where there are no devices."""
+    """One rank per device; without devices one per processor core, up to `MOST_HERE`."""
     from zeromesh.files import usable_cores
     from zeromesh.launch.device import visible_devices
 
@@ -55,10 +55,10 @@ def _ranks_here() -> int:
 
 @contextmanager
 def exiting_on_signals() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise SystemExit, which removes files that a command has begun: their default action
-    skips the end of every `with` block.
+    """Inside, SIGTERM and SIGHUP raise SystemExit, so that files which a command has begun are removed. The signals'
+    default action skips the ends of `with` blocks.
 
-    A signal that is ignored, as SIGHUP is under nohup, stays so.
+    A signal that is ignored, as SIGHUP under nohup, stays ignored.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():

@@ -151,7 +151,7 @@ def plan(
 
 
 def _compared(engine: str, planned: Planned, ours: Choice) -> str:
-    """The step of another engine beside that of zeromesh."""
+    """Compares another engine's step with zeromesh's."""
     ratio = planned.best.simulation.step_s / ours.simulation.step_s - 1
     return (
         f"{engine} takes {abs(ratio):.1%} {'longer' if ratio > 0 else 'less'} than zeromesh with its fastest layout, "
@@ -160,7 +160,7 @@ def _compared(engine: str, planned: Planned, ours: Choice) -> str:
 
 
 def _beside(planned: Planned, yours: Choice) -> str:
-    """The user's own layout beside the recommended one."""
+    """Compares the user's own layout with the recommended one."""
     simulation = yours.simulation
     ratio = simulation.step_s / planned.best.simulation.step_s - 1
     return (
@@ -170,6 +170,6 @@ def _beside(planned: Planned, yours: Choice) -> str:
 
 
 def _given(context: typer.Context, name: str) -> bool:
-    """Whether the option stands on the command line."""
+    """Whether the option was given on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"

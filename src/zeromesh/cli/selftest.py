@@ -1,4 +1,4 @@
-"""`zeromesh selftest`: whether everything is right here, in one result file."""
+"""`zeromesh selftest`: checks that everything works here, and writes one result file."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _print(result: Result, output: Path) -> None:
     env = result.environment
     table = Table("", "check", "found", box=None)
     for check in result.checks:
-        table.add_row(check.status, Text(check.name), Text(check.detail))  # errors have brackets of their own
+        table.add_row(check.status, Text(check.name), Text(check.detail))  # errors may contain brackets
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 EXIT_INPUT = 2
 
 SIGNALS = signal.SIGTERM, signal.SIGINT
-"""Signals that end a run after its step."""
+"""Signals that end a run after its current step."""
 
 GRACE_S = 10.0
-"""Time for the other ranks to end by themselves once one has: to report their own error, or to finish saving."""
+"""Time for other ranks to end by themselves after one has: to report their own error, or to finish saving."""
 
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration of the run.")]
@@ -51,7 +51,7 @@ def train(config: Config, overrides: Overrides = None) -> None:
 
     code = run(config, overrides or [])
     if code == EXIT_PREEMPTED:
-        if "RANK" not in os.environ:  # a launcher's command is not known
+        if "RANK" not in os.environ:  # a launcher's command is unknown
             given = [word for override in overrides or () for word in ("--set", override)]
             print(f"to go on: {shlex.join(['zeromesh', 'train', str(config), *given])}", flush=True)
         code = 128 + signal.SIGINT if asked_by() == signal.SIGINT else code
@@ -62,8 +62,8 @@ def train(config: Config, overrides: Overrides = None) -> None:
 
 
 def run(path: Path, overrides: Sequence[str]) -> int:
-    """Trains as a configuration says; returns the exit code. Raises InputError if the configuration or the environment
-    is wrong, before any process starts if that can be known."""
+    """Trains according to a configuration, and returns the exit code. Raises InputError if the configuration or the
+    environment is wrong; if possible, before any process starts."""
     from zeromesh.launch.environment import Launched, check_address
     from zeromesh.launch.job import RENDEZVOUS, make_folder
     from zeromesh.train.config import load_config
@@ -75,13 +75,13 @@ def run(path: Path, overrides: Sequence[str]) -> int:
             config = config.on_world(launched.world)
     except InputError:
         if launched and launched.rank:
-            return EXIT_INPUT  # all ranks read the same file: rank 0 says it once
+            return EXIT_INPUT  # all ranks read the same file; rank 0 reports it
         raise
     if launched:
         check_address(os.environ)
     elif config.world > 1:
         return run_local(config)
-    # From here on, since to import torch takes seconds.
+    # From the beginning, since importing torch takes seconds.
     with noticing(*SIGNALS, twice=not launched), nullcontext() if launched else make_folder() as directory:
         try:
             return _run_rank(config, directory and directory / RENDEZVOUS)
@@ -111,8 +111,8 @@ def run_local_rank(store_file: Path | None, *, config: str) -> None:
 
 
 def run_local(config: TrainConfig) -> int:
-    """Runs local processes, again after a failure that another start may mend; the exit code. InputError if the ranks
-    say that the input is wrong."""
+    """Runs local processes, and restarts them after a failure that a restart may fix. Returns the exit code. Raises
+    InputError if the ranks report wrong input."""
     from zeromesh.launch.job import make_job
     from zeromesh.launch.processes import local_launches, run_ranks
 
@@ -133,7 +133,7 @@ def run_local(config: TrainConfig) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How local processes ended: exit code, a reason for people if it is 1, and whether another start may go better."""
+    """How local processes ended: exit code, a reason for people if the code is 1, and whether a restart may help."""
 
     code: int
     reason: str = ""
@@ -141,15 +141,15 @@ class Ending:
 
 
 def verdict(results: Sequence[RankResult], failures: Sequence[Failure], *, preempted: bool = False) -> Ending:
-    """How the run ended, and why: the first of `failures`, the cause first, is reported; raised if it is an InputError.
-    `preempted`: the ranks were told to save and end."""
+    """Judges how the run ended, and why. It reports the first of `failures`, which is the cause; if that is an
+    InputError, it is raised. `preempted`: the ranks were told to save and end."""
     from zeromesh.launch.failure import report
 
     by_themselves = [result for result in results if result.ended_because is None]
     killed = [(result.rank, -result.returncode) for result in by_themselves if result.returncode < 0]
     if killed:
         if preempted and all(number == signal.SIGTERM for _, number in killed):
-            return Ending(code=EXIT_PREEMPTED)  # before it had begun to listen, and so before its first step
+            return Ending(code=EXIT_PREEMPTED)  # killed before it listened, so before its first step
         rank, number = min(killed)
         hints = {signal.SIGKILL: "; the machine may be out of memory", signal.SIGTERM: "; nothing was saved"}
         name = signal.Signals(number)

@@ -104,7 +104,7 @@ class Described:
     emit: Annotated[str, in_output(help=EMIT)] = ""
 
     def load(self) -> tuple[ModelSpec, Cluster]:
-        """The model and the cluster, cut to the world; raises InputError for options that are none."""
+        """Returns the model and the cluster, with only the ranks in use. Raises InputError for invalid options."""
         from zeromesh.cluster.catalogue import find_cluster
         from zeromesh.model.load import load_model
         from zeromesh.model.shape import CAST_BYTES, KERNELS
@@ -133,8 +133,8 @@ class Described:
         return model, found
 
     def otherwise(self, spec: ModelSpec, hardware: Cluster, work: Workload, chosen: Choice) -> Iterator[str]:
-        """Sentences on the same choice with two blocks at once, where axes can share them out and that is faster; and
-        with compiled kernels, where none but eager ones are given."""
+        """Yields sentences on the same choice with two blocks at once, if axes can share these and that is faster; and
+        with compiled kernels, if kernels are eager."""
         from zeromesh.cost.constants import default_constants
         from zeromesh.model.load import with_kernels
         from zeromesh.model.shape import KERNELS
@@ -170,7 +170,7 @@ class Described:
         return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep}
 
     def workload(self, cluster: Cluster, degrees: Mapping[str, int | None]) -> Workload:
-        """The workload of one step, in the device's matrix dtype; a degree of None is searched."""
+        """Returns the workload of one step, in the device's matrix dtype. A degree of None is searched."""
         from zeromesh.model.spec import Recomputation
         from zeromesh.parallel import SCHEDULES
         from zeromesh.planner.workload import Workload
@@ -200,7 +200,7 @@ class Described:
         )
 
     def calibrated(self, spec: ModelSpec, hardware: Cluster, work: Workload, strategy: str) -> Calibration:
-        """The calibration by `--like`'s run, whose layout was `strategy`."""
+        """Returns the calibration by the run of `--like`, which had the layout `strategy`."""
         from zeromesh.planner.like import calibrate, read_run
 
         def predict(cluster: Cluster) -> Simulation:
@@ -209,7 +209,7 @@ class Described:
         return calibrate(hardware, read_run(self.like, work.global_batch_tokens), strategy, predict)
 
     def simulated(self, spec: ModelSpec, hardware: Cluster, work: Workload, strategy: str) -> Choice:
-        """The best choice of all that is left open, for a strategy or a file of one."""
+        """Returns the best choice of everything that is left open, for a strategy or a file with one."""
         from zeromesh.planner.fixed import simulate_choices
         from zeromesh.planner.foreign import read_strategy
         from zeromesh.strategy import Strategy
@@ -221,7 +221,7 @@ class Described:
 
 
 def described(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameter `given` is a `Described`, as one with all of its options."""
+    """Turns a command whose parameter `given` is a `Described` into one with all of its options."""
     shared = get_type_hints(Described, include_extras=True)
     own = inspect.signature(command, eval_str=True).parameters
     parameters = [
@@ -259,7 +259,7 @@ def check_top(top: int) -> None:
 
 
 def tell(text: str, stream: TextIO) -> None:
-    """Prints lines; where `stream` is a terminal, no word is broken at its edge."""
+    """Prints lines. If `stream` is a terminal, no word is broken at its edge."""
     if stream.isatty():
         width = shutil.get_terminal_size().columns
         lines = (
@@ -270,7 +270,7 @@ def tell(text: str, stream: TextIO) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file that the user asked for; raises InputError where that cannot be done."""
+    """Writes a file that the user asked for. Raises InputError if that fails."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,5 +1,5 @@
-"""Hardware as data: a device, the levels that join many of it, files to describe them and a catalogue.
+"""Hardware as data: a device, the levels that join many of them, files that describe them, and a catalogue.
 
-Files are read by pydantic, which a bare GPU machine may lack (docs/first-day.md): whoever needs none of them imports
+pydantic reads the files, and a bare GPU machine may lack it (docs/first-day.md). So modules that need no file import
 neither `read` nor `catalogue`.
 """

@@ -25,7 +25,7 @@ def preset_names() -> tuple[str, ...]:
 
 @cache
 def preset(name: str) -> Cluster:
-    """The preset called `name`. Raises ClusterError, which lists the nearest names, if there is none."""
+    """Returns the preset called `name`. Raises ClusterError, which lists the nearest names, if there is none."""
     known = _catalogue()
     clusters = known["clusters"]
     others = {made["also"]: name for name, made in clusters.items() if "also" in made}
@@ -51,8 +51,8 @@ def preset(name: str) -> Cluster:
 
 
 def find_cluster(name_or_path: str | Path) -> Cluster:
-    """A preset by name, or the cluster file at a path (anything with a `/` or that ends in `.toml`). Raises
-    ClusterError if neither exists, or the file is invalid."""
+    """Returns a preset by name, or reads the cluster file at a path (anything with a `/`, or that ends in `.toml`).
+    Raises ClusterError if neither exists, or the file is invalid."""
     text = str(name_or_path)
     if text.endswith(".toml") or "/" in text or isinstance(name_or_path, Path):
         return read_cluster(text)

@@ -1,4 +1,4 @@
-"""Devices that are known: those of presets, and the values that a cluster file leaves out about one."""
+"""Known devices: those of presets, and the values that a cluster file may leave out."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from zeromesh.cluster.device import Device
 
 
 def complete(cluster: Cluster) -> Cluster:
-    """`cluster` with its device's memory bandwidth, achievable rate and multiprocessors, where its file states none.
+    """Fills in the memory bandwidth, achievable rate and multiprocessors of a cluster's device, if its file does not
+    state them.
 
-    Stated values are never changed. An unknown device stays as it is. A stated peak that is not above the
-    chip's achievable rate is a slower version's, whose achievable rate is not known.
+    Stated values are never changed, and an unknown device stays as it is. If a stated peak is not above the chip's
+    achievable rate, the device is a slower version, whose achievable rate is unknown.
     """
     device = cluster.device
     chip = _chip(device)
@@ -44,13 +45,13 @@ def complete(cluster: Cluster) -> Cluster:
 
 
 def named_device(name: str) -> tuple[dict[str, Any], str]:
-    """The device of a preset, as the table of a cluster file, and its source."""
+    """Returns the device of a preset, as a table of a cluster file, and its source."""
     chip = next(chip for chip in _chips() if chip.get("name") == name)
     return {key: value for key, value in chip.items() if key not in ("match", "source")}, chip["source"]
 
 
 def _chip(device: Device) -> Mapping[str, Any] | None:
-    """The version of the chip in the device's name whose memory is nearest."""
+    """Returns the version, of the chip in the device's name, whose memory is nearest; None if the chip is unknown."""
     tokens = set(re.findall(r"[a-z]*\d+[a-z]?", device.name.lower()))
     fitting = [chip for chip in _chips() if tokens & set(chip["match"])]
     return min(fitting, key=lambda c: abs(units.parse_bytes(c["memory"]) - device.memory_bytes), default=None)

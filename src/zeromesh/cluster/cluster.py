@@ -1,4 +1,4 @@
-"""A cluster: a device and the levels that join many of it."""
+"""A cluster: equal devices, and the levels that join them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from zeromesh.cluster.level import Level
 from zeromesh.errors import ClusterError, nearest, short_repr
 
 HOST_SHARE = 0.95
-"""Share of a machine's memory for the shards of its ranks; the system and the processes themselves need some."""
+"""Share of a machine's memory that shards of its ranks may take. The system and the processes themselves need the
+rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Equal devices joined by levels of network, innermost (fastest) first.
 
-    Rates of the host's memory are None if they were not measured: then they are constants of the cost model.
+    Rates of the host's memory are None if they were not measured; then the cost model's constants are used.
     """
 
     name: str  # for reports
-    device: Device  # the one kind of device
+    device: Device  # all devices are of this kind
     levels: tuple[Level, ...]  # at least one, innermost first, with distinct names
-    host_memory_bytes: float | None = None  # of one machine, which its devices' processes share; None if unknown
-    host_copy_bytes_per_s: float | None = None  # between each device and that memory, in each direction at once
-    host_step_bytes_per_s: float | None = None  # of that memory, as optimizers' steps of all its ranks reach it
+    host_memory_bytes: float | None = None  # of one machine, shared by its devices' processes; None if unknown
+    host_copy_bytes_per_s: float | None = None  # between each device and that memory, in both directions at once
+    host_step_bytes_per_s: float | None = None  # of that memory, for optimizer steps of all its ranks
     description: str = ""  # one line for `zeromesh clusters`
-    sources: tuple[tuple[str, str], ...] = ()  # (key as in the file, "level.node.latency", where its value comes from)
+    sources: tuple[tuple[str, str], ...] = ()  # (key as in the file, such as "level.node.latency"; source of its value)
 
     __repr__ = short_repr
 
@@ -46,23 +47,23 @@ class Cluster:
 
     @property
     def world(self) -> int:
-        """Devices in the whole cluster; of one that is cut, data-parallel ranks."""
+        """Devices in the whole cluster; if it is divided (`cut`), data-parallel ranks."""
         return math.prod(level.size for level in self.levels)
 
     @property
     def devices(self) -> int:
-        """In the whole cluster, cut or not."""
+        """Devices in the whole cluster, also if it is divided."""
         return math.prod(level.members for level in self.levels)
 
     @property
     def machine_devices(self) -> int:
-        """Devices of one machine: of the level called `node`, else of the innermost one."""
+        """Devices of one machine: of the level called `node`, else of the innermost level."""
         names = [level.name for level in self.levels]
         return self.members_below(names.index("node") + 1 if "node" in names else 1)
 
     @property
     def host_limit_bytes(self) -> float:
-        """Memory of a machine that its ranks may take for shards; infinite if it is unknown."""
+        """Memory of a machine that shards of its ranks may take; infinite if unknown."""
         return math.inf if self.host_memory_bytes is None else self.host_memory_bytes * HOST_SHARE
 
     @property
@@ -72,11 +73,11 @@ class Cluster:
 
     @property
     def messages(self) -> bool:
-        """Whether processor cores move the bytes, as messages; otherwise devices do, with collectives of their own."""
+        """Whether processor cores move the bytes, as messages. If not, devices do, with their own collectives."""
         return self.device.cores is not None
 
     def level(self, name: str) -> Level:
-        """The level called `name`. Raises ClusterError if there is none."""
+        """Returns the level called `name`. Raises ClusterError if there is none."""
         for level in self.levels:
             if level.name == name:
                 return level
@@ -84,9 +85,10 @@ class Cluster:
         raise ClusterError(f"cluster {self.name!r} has no level {name!r}; {nearest(name, known)}")
 
     def link_kind(self, index: int) -> str:
-        """Kind of the links of level `index`; "auto" is a network on the outermost of several levels, else NVLink-like.
+        """Returns the kind of the links of level `index`. "auto" is a network on the outermost of several levels, else
+        NVLink-like.
 
-        Example: a file of two levels "node" and "cluster" without kinds is taken as NVLink inside InfiniBand.
+        Example: in a file of two levels "node" and "cluster" without kinds, these are NVLink and InfiniBand.
         """
         kind = self.levels[index].kind
         if kind != "auto":
@@ -98,11 +100,11 @@ class Cluster:
         return math.prod(level.members for level in self.levels[:index])
 
     def cut(self, *, inner: int = 1, outer: int = 1) -> Cluster:
-        """The cluster seen by data parallelism if the `inner` innermost and `outer` outermost ranks belong to one
-        data-parallel rank; all devices still share the links.
+        """Returns the cluster as data parallelism sees it if the `inner` innermost and `outer` outermost ranks belong
+        to one data-parallel rank. All devices still share the links.
 
         Raises:
-            ClusterError: they do not divide the levels.
+            ClusterError: `inner` or `outer` does not divide the levels.
 
         Example: 16 nodes of 8, `cut(inner=4, outer=2)` is 8 nodes of 2.
         """
@@ -124,8 +126,8 @@ class Cluster:
         return replace(self, levels=tuple(levels))
 
     def sized(self, mesh: Mapping[str, int]) -> Cluster:
-        """The same cluster with the sizes of a mesh, outermost axis first. Raises ClusterError unless its axes are the
-        levels."""
+        """Returns the cluster with the sizes of a mesh, outermost axis first. Raises ClusterError unless the mesh's
+        axes are the cluster's levels."""
         levels = [level.name for level in self.levels]
         if levels != list(mesh)[::-1]:
             raise ClusterError(
@@ -135,7 +137,7 @@ class Cluster:
         return replace(self, levels=tuple(replace(level, size=mesh[level.name]) for level in self.levels))
 
     def take(self, world: int) -> Cluster:
-        """The first `world` devices, as the same cluster with smaller sizes: inner levels are filled first, levels
+        """Returns the first `world` devices as a cluster with smaller sizes. Inner levels are filled first; levels
         above keep size 1. Raises ClusterError if there are fewer, or a group of some level would be partly filled.
 
         Example: 12 nodes of 8, `take(4)` is a node of 4 and 1 node, `take(32)` is 4 nodes of 8.

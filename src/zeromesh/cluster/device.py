@@ -9,7 +9,7 @@ from typing import Self
 
 from zeromesh.errors import ClusterError, nearest, one_of, short_repr
 
-#: Kinds of work, and the numbers that a shape of each has. Rates of the first two are FLOP/s, of the others bytes/s.
+#: Kinds of work, with the numbers in their shapes. Rates are FLOP/s for the first two, and bytes/s for the others.
 KERNELS = {
     "product": ("rows", "inner", "outer"),
     "attention": ("context", "head_dim"),
@@ -21,15 +21,15 @@ KERNELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """Rates of one device while all others of its machine do the same.
+    """Rates of one device while all others on its machine do the same.
 
-    `backward` is that of the backward pass; of a product that of both gradients; of gradients, which are copied to
-    where they are collected, that of adding them to older ones. An optimizer has none: its `forward`.
+    `backward` is the rate of the backward pass: for a product, of both gradients; for gradients, which are copied to
+    where they are collected, of adding them to older ones. An optimizer's is equal to `forward`.
     """
 
     kind: str  # one of `KERNELS`
-    dtype: str  # computed in; gradients and an optimizer's states are collected and held in fp32
-    shape: tuple[int, ...] = ()  # as `KERNELS` lists them
+    dtype: str  # of the computation; collected gradients and an optimizer's states are in fp32
+    shape: tuple[int, ...] = ()  # as listed in `KERNELS`
     forward: float
     backward: float
 
@@ -53,12 +53,12 @@ class Kernel:
         return replace(self, forward=self.forward * factor, backward=self.backward * factor)
 
     def distance(self, shape: Sequence[float]) -> float:
-        """From another shape of its kind: the sum of the logarithms of how often one size goes into the other."""
+        """The distance from another shape of this kind: the sum of absolute logarithms of the sizes' ratios."""
         return sum(abs(log(size / own)) for size, own in zip(shape, self.shape, strict=True))
 
 
-#: Matrix dtypes a device may state a peak for, in the order in which a training run would choose one: the last two only
-#: for the products of blocks, where it is told to. mxfp8 has a scale for each 32 elements, fp8 one for each tensor.
+#: Matrix dtypes that may have a peak, in a training run's order of preference. The last two are only for the products
+#: of blocks, if requested. mxfp8 has a scale for each 32 elements, fp8 one for each tensor.
 MATRIX_DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8", "mxfp8")
 
 
@@ -66,20 +66,20 @@ MATRIX_DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8", "mxfp8")
 class Device:
     """Memory and rates of one device.
 
-    Matrix rates are in FLOP/s by dtype: dense peaks, and the best that a micro-benchmark reached, where one is known. A
-    mapping; stored as sorted pairs so that devices hash. `cores` are processor cores for each device, where the same
+    Matrix rates are in FLOP/s by dtype: dense peaks, and the best that a micro-benchmark reached, if known. They are
+    mappings, stored as sorted pairs so that devices hash. `cores` are processor cores for each device, if the same
     cores compute and move the bytes of collectives, as on CPU; one computes at a time. None: communication takes no
     processor from the computation.
     """
 
-    name: str  # the vendor's
-    memory_bytes: float  # that a process can allocate from
+    name: str  # from the vendor
+    memory_bytes: float  # that one process can allocate
     peak_flops: Mapping[str, float] | tuple[tuple[str, float], ...]
     achievable_flops: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())
     memory_bytes_per_s: float | None = None  # nominal rate of the device's memory, None if unknown
-    multiprocessors: int | None = None  # to compute with, of which collectives' kernels take some; None if unknown
+    multiprocessors: int | None = None  # that compute; collectives' kernels take some of them; None if unknown
     cores: float | None = None
-    kernels: tuple[Kernel, ...] = ()  # measured rates, by kind of work and shape; believed before the rates above
+    kernels: tuple[Kernel, ...] = ()  # measured rates, by kind of work and shape; they override the rates above
 
     __repr__ = short_repr
 
@@ -113,17 +113,17 @@ class Device:
 
     @property
     def matrix_dtype(self) -> str:
-        """The dtype that training computes in: bf16 where there is one, else fp16 (V100), else fp32."""
+        """The dtype that training computes in: bf16 if the device has it, else fp16 (V100), else fp32."""
         known = dict(self.peak_flops)
         return next(dtype for dtype in MATRIX_DTYPES if dtype in known)
 
     def compute_dtype(self, wanted: str) -> str:
-        """The dtype whose rates hold where parameters are in `wanted`: that one, where a peak is stated for it."""
+        """The dtype whose rates apply to parameters in `wanted`: the same, if the device has a peak for it."""
         return wanted if wanted in dict(self.peak_flops) else self.matrix_dtype
 
     def peak(self, dtype: str | None = None) -> float:
-        """Dense peak in FLOP/s for `dtype` (default: `matrix_dtype`). Raises ClusterError if the device states no peak
-        for `dtype`."""
+        """The dense peak in FLOP/s for `dtype` (default: `matrix_dtype`). Raises ClusterError if the device has no peak
+        for it."""
         wanted = dtype or self.matrix_dtype
         known = dict(self.peak_flops)
         if wanted not in known:
@@ -131,11 +131,11 @@ class Device:
         return known[wanted]
 
     def achievable(self, dtype: str | None = None) -> float | None:
-        """The best measured matrix rate in FLOP/s for `dtype`, or None where no measurement is known."""
+        """The best measured matrix rate in FLOP/s for `dtype`; None if there is no measurement."""
         return dict(self.achievable_flops).get(dtype or self.matrix_dtype)
 
     def kernel(self, kind: str, dtype: str, shape: Sequence[float] = ()) -> Kernel | None:
-        """The measured kernel of this kind and dtype whose shape is nearest; None if there is none."""
+        """Returns the measured kernel of this kind and dtype with the nearest shape; None if there is none."""
         fitting = [kernel for kernel in self.kernels if (kernel.kind, kernel.dtype) == (kind, dtype)]
         return min(fitting, key=lambda kernel: kernel.distance(shape), default=None)
 

@@ -1,12 +1,13 @@
-"""One level of the network, as data, with seconds of its collectives by the size of the message, as measured.
+"""One level of the network as data, with measured seconds of its collectives by message size.
 
-[Note: Curve] A level's latency and rate say how a measured time divides: the latency is waited for by whoever needs the
-message, and over the rest links are busy, which others share. So only seconds beyond the latency are read::
+[Note: Curve] A level's latency and rate say how a measured time divides. Everyone who needs the message waits for the
+latency. During the rest the links are busy, and others share them. So a curve is only used for seconds beyond the
+latency::
 
     busy(x) = seconds(x) - latency      at the points, straight between them, in proportion before the first
 
-and no message is faster by its bytes than a longer one: a shaped link lets the first bytes after a pause pass at once,
-which a train of such messages does not see. That makes `busy` grow with x and `busy / x` fall, as bounds rely on.
+No message's bytes may be faster than a longer message's: a shaped link lets the first bytes after a pause pass at once,
+but not those of many messages in a row. So `busy` grows with x and `busy / x` falls, as bounds require.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One operation over one level, all groups of the level at once, as training uses it.
+    """Measured times of one operation over one level, with all groups of the level at once, as in training.
 
-    `points` are seconds of the whole collective by bytes that leave ONE member. A mapping; stored as sorted pairs.
+    `points` has seconds of the whole collective by bytes that leave ONE member. It is a mapping, stored as sorted
+    pairs.
     """
 
     operation: str  # one of `OPERATIONS`
     ranks: int  # members of the group
     points: Mapping[float, float] | tuple[tuple[float, float], ...]
-    beside_computation: bool = False  # the devices computed meanwhile
+    beside_computation: bool = False  # whether the devices computed meanwhile
 
     def __post_init__(self) -> None:
         pairs = tuple(sorted((float(sent), float(seconds)) for sent, seconds in dict(self.points).items()))
@@ -47,17 +49,17 @@ class Curve:
 
     @property
     def pairs(self) -> tuple[tuple[float, float], ...]:
-        """Bytes and seconds, the shortest message first."""
+        """(bytes, seconds), the shortest message first."""
         return tuple(dict(self.points).items())
 
     @property
     def passes(self) -> int:
-        """Over the ring: an all-reduce goes around twice."""
+        """Rounds over the ring: an all-reduce goes around twice."""
         return 2 if self.operation == "all_reduce" else 1
 
     def busy_s(self, sent_bytes: float, latency_s: float, bytes_per_s: float) -> float:
-        """For which the links are busy: [Note: Curve]. The latency is part of every time on the curve, and messages
-        longer than were measured go on at `bytes_per_s`."""
+        """Seconds for which the links are busy: [Note: Curve]. Every time on the curve includes the latency. Messages
+        longer than all measured ones continue at `bytes_per_s`."""
         points: list[tuple[float, float]] = []
         for sent, seconds in reversed(self.pairs):
             busy = max(0.0, seconds - latency_s)
@@ -75,7 +77,7 @@ class Curve:
         return y + (above - y) * (sent_bytes - x) / (right - x)
 
 
-#: Kinds of link whose achieved share of nominal bandwidth and latency of a step the cost model knows apart.
+#: Kinds of link for which the cost model has separate shares of the nominal bandwidth.
 #: "auto" goes by the level's place: see `link_kind`.
 LINK_KINDS = (
     "auto",
@@ -103,34 +105,34 @@ class Level:
         level "cluster", size 2:   [ member 0 ]=====bandwidth=====>[ member 1 ]
         level "node", size 4:        d0 d1 d2 d3                     d4 d5 d6 d7
 
-    A member of the first level is a device; a member of each next level is a whole group of the level before.
+    A member of the first level is a device. A member of each next level is a whole group of the level before.
 
     Args:
-        ports: links (NICs) that `bandwidth_bytes_per_s` is made of. One device drives one of them, so a device that
-            talks alone reaches `bandwidth / ports`. None: no such limit.
-        busy_latency_s: `latency_s` while the device computes, where that differs: on CPU a message waits until the
-            system lets its process run. None: no different.
-        host_bytes_per_s: rate at which one processor core sends and receives if it does nothing else; for devices
-            that state their `cores`. None: moving bytes takes no processor.
+        ports: links (NICs) that `bandwidth_bytes_per_s` is made of. One device drives one of them, so a single device
+            reaches `bandwidth / ports`. None: no such limit.
+        busy_latency_s: `latency_s` while the device computes, if it differs: on CPU a message waits until the system
+            runs its process. None: the same.
+        host_bytes_per_s: rate at which one processor core sends and receives if it does nothing else, for devices with
+            `cores`. None: moving bytes takes no processor.
         shares: measured share of both rates that an operation ("all_gather", "reduce_scatter", "all_reduce") reaches,
-            where that differs. A mapping; stored as sorted pairs so that levels hash.
-        curves: measured seconds of collectives by size of message; where one is known it is believed, and rate,
-            latency and shares say how it divides, and how it goes on beyond its end.
+            if it differs from 1. A mapping, stored as sorted pairs so that levels hash.
+        curves: measured seconds of collectives by message size. A curve overrides the rate; rate, latency and shares
+            then divide it, and extend it beyond its end.
     """
 
     name: str  # the mesh axis that runs over this level
-    size: int  # members in one group; of a cluster that is cut (`Cluster.cut`), the data-parallel ones
-    bandwidth_bytes_per_s: float  # out of ONE member, one direction, all its links together
-    latency_s: float  # one hop of a message between two members
+    size: int  # members in one group; in a divided cluster (`Cluster.cut`), the data-parallel ones
+    bandwidth_bytes_per_s: float  # out of ONE member, in one direction, over all its links together
+    latency_s: float  # of one hop of a message between two members
     kind: str = "auto"  # one of `LINK_KINDS`
     ports: int | None = None
     busy_latency_s: float | None = None
     host_bytes_per_s: float | None = None
-    host_call_s: float = 0.0  # of a processor, that a collective takes besides, at any size: calls, threads that wake
+    host_call_s: float = 0.0  # further processor time of a collective, at any size: calls, threads that wake
     shares: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())
     curves: tuple[Curve, ...] = ()
-    inner: int = 1  # members that axes inside of the data-parallel ones take, beside `size`
-    outer: int = 1  # the same outside
+    inner: int = 1  # members that axes inside the data-parallel ones take, in addition to `size`
+    outer: int = 1  # the same for axes outside
 
     __repr__ = short_repr
 
@@ -172,7 +174,7 @@ class Level:
 
     @property
     def members(self) -> int:
-        """All of this level in one group, data-parallel or not."""
+        """All members of this level in one group, data-parallel or not."""
         return self.inner * self.size * self.outer
 
     def share(self, operation: str) -> float:
@@ -180,7 +182,7 @@ class Level:
         return dict(self.shares).get(operation, 1.0)
 
     def beside_computation(self) -> Self:
-        """The level as it was measured while devices compute; itself where it was not."""
+        """Returns the level as measured while devices compute, or itself if that was not measured."""
         beside = tuple(replace(curve, beside_computation=False) for curve in self.curves if curve.beside_computation)
         if not beside and self.busy_latency_s is None:
             return self
@@ -188,7 +190,7 @@ class Level:
         return replace(self, latency_s=latency_s, busy_latency_s=None, curves=beside or self.curves)
 
     def curve(self, operation: str, ranks: int) -> Curve | None:
-        """The measured curve of `operation` over a group of nearly `ranks`, while nothing computes; None if there is
+        """Returns the curve of `operation` without computation, for the group size nearest to `ranks`; None if there is
         none."""
         fitting = [c for c in self.curves if c.operation == operation and not c.beside_computation]
         return min(fitting, key=lambda c: (abs(log(c.ranks / ranks)), c.ranks), default=None)

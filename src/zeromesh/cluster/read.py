@@ -1,11 +1,11 @@
-"""Cluster files: TOML with units in the values. Every complaint names the file, the key and the expected value.
+"""Cluster files: TOML with units in the values. Every error message names the file, the key and the expected value.
 
 ::
 
     name = "a800-8x-hdr"
-    host_memory = "2 TB"                # optional: of one machine, that is of a `node` or an innermost level
-    host_copy = "25 GB/s"               # optional, measured: between a device and it, in each direction at once
-    host_step = "60 GB/s"               # optional, measured: of that memory, as optimizers of all its ranks reach it
+    host_memory = "2 TB"                # optional: of one machine (a `node`, or a member of the innermost level)
+    host_copy = "25 GB/s"               # optional, measured: between it and a device, in both directions at once
+    host_step = "60 GB/s"               # optional, measured: of that memory, for optimizer steps of all its ranks
     [device]
     name = "A800-SXM4-80GB"
     memory = "80 GB"
@@ -26,15 +26,15 @@
     name = "node"
     size = 8
     bandwidth = "200 GB/s"              # one direction, out of ONE member
-    down = "100 GB/s"                   # optional: into one, where that differs; collectives take the slower
+    down = "100 GB/s"                   # optional: into ONE member, if it differs; collectives take the slower
     latency = "6 us"
     kind = "nvlink"                     # optional, `LINK_KINDS`; else by place: the outermost level is a network
     ports = 4                           # optional, links that the bandwidth is made of
     busy_latency = "2 ms"               # optional: on CPU, the latency while devices compute
     host_rate = "1.2 GB/s"              # optional: on CPU, bytes that one core sends and receives
-    host_call = "0.5 ms"                # optional: and of a collective, at any size
+    host_call = "0.5 ms"                # optional: on CPU, further processor time of a collective, at any size
     shares = { all_reduce = 1.3 }       # optional: measured share of both rates, by operation
-    [[level.curve]]                     # optional: seconds of a whole collective as measured, as many as there are
+    [[level.curve]]                     # optional: measured seconds of a whole collective, any number
     operation = "all_gather"
     ranks = 8                           # of the group; all groups of the level at once
     beside = "computation"              # optional: devices computed meanwhile
@@ -75,23 +75,24 @@ from zeromesh.errors import ClusterError, InputError, nearest
 from zeromesh.files.users import parse_toml, read_text
 
 _DIGITS = 5
-"""That a written figure keeps."""
+"""Digits of a written figure."""
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """The cluster in the TOML file at `path`; missing values of a well-known device are filled in (`chips`). Raises
-    ClusterError if the file cannot be read, or a key is missing, unknown, unitless, negative or of the wrong type."""
+    """Reads the cluster in the TOML file at `path`, and fills in missing values of a well-known device (`chips`).
+    Raises ClusterError if the file cannot be read, or a key is missing, unknown, unitless, negative or of the wrong
+    type."""
     text = read_text(path, kind="a cluster file", error=ClusterError)
     return complete(parse_cluster(text, where=str(path)))
 
 
 def parse_cluster(text: str, *, where: str = "cluster file") -> Cluster:
-    """The cluster in `text`; `where` opens every message. Raises ClusterError as `read_cluster`."""
+    """Parses the cluster in `text`; `where` begins every message. Raises ClusterError as `read_cluster` does."""
     return cluster_of(parse_toml(text, where=where, error=ClusterError), where=where)
 
 
 def cluster_of(table: Mapping[str, Any], *, where: str) -> Cluster:
-    """The cluster in the table of a file; raises as `read_cluster`."""
+    """Makes a cluster from a file's table. Raises as `read_cluster` does."""
     try:
         return _Cluster.model_validate(table).made
     except ValidationError as error:
@@ -99,13 +100,13 @@ def cluster_of(table: Mapping[str, Any], *, where: str) -> Cluster:
 
 
 def cluster_toml(cluster: Cluster, *, remarks: tuple[str, ...] = ()) -> str:
-    """The text of a file that `read_cluster` reads; `remarks` stand above it as comments. Figures keep five digits."""
+    """Returns the text of a file for `read_cluster`; `remarks` precede it as comments. Figures keep five digits."""
     table = _Cluster.of(cluster).model_dump(by_alias=True, exclude_defaults=True, exclude_none=True)
     return "\n".join([*(f"# {remark}" for remark in remarks), *_toml(table, "")]).replace("\n\n\n", "\n\n") + "\n"
 
 
 def _toml(table: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Values of a table first, then the tables in it."""
+    """Yields the values of a table first, then its sub-tables."""
     below = {k: v for k, v in table.items() if _is_tables(v) or (isinstance(v, Mapping) and k not in _INLINE)}
     yield from (f"{_key(key)} = {_value(value)}" for key, value in table.items() if key not in below)
     for key, value in below.items():
@@ -115,7 +116,7 @@ def _toml(table: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 _INLINE = ("shares", "seconds")
-"""Tables that are written in one line."""
+"""Tables that are written on one line."""
 
 
 def _is_tables(value: Any) -> bool:
@@ -127,19 +128,19 @@ def _key(key: str) -> str:
 
 
 def _value(value: Any) -> str:
-    # A JSON string is a TOML basic string but for DEL, which no name here has.
+    # A JSON string is a TOML basic string, except for DEL, which no name here has.
     if isinstance(value, Mapping):
         return f"{{ {', '.join(f'{_key(key)} = {_value(each)}' for key, each in value.items())} }}"
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 
-# ---- values: how each is read from a file and written to one
+# ---- values: how each is read from a file, and written to one
 
 
 def _quantity(
     parse: Callable[[object], float], write: Callable[[float, int], str], least: float, expected: str
 ) -> tuple[BeforeValidator, PlainSerializer]:
-    """A field for numbers with a unit, finite and above `least`."""
+    """Makes a field for numbers with a unit, finite and above `least`."""
 
     def read(value: Any) -> float:
         number = parse(value)
@@ -197,11 +198,11 @@ Dtype = Annotated[str, AfterValidator(partial(_known, MATRIX_DTYPES))]
 Operation = Annotated[str, AfterValidator(partial(_known, OPERATIONS))]
 
 
-# ---- tables; fields are the dataclasses' own, under the names of the file
+# ---- tables; their fields are those of the dataclasses, under the names in the file
 
 
 class _Table(BaseModel):
-    """Makes a dataclass of its fields, and is made of one."""
+    """A table that makes a dataclass of its fields, and can be made from one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -211,7 +212,7 @@ class _Table(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        _ = self.made  # its complaints are about this table
+        _ = self.made  # raises errors about this table
         return self
 
     @classmethod
@@ -318,7 +319,7 @@ class _Level(_Table):
     @cached_property
     def made(self) -> Level:
         given = dict(self)
-        # In a ring each member sends as much as it receives, so the slower direction is the rate of both.
+        # In a ring each member sends as much as it receives, so both go at the rate of the slower direction.
         given["bandwidth_bytes_per_s"] = min(self.bandwidth_bytes_per_s, given.pop("down"))
         level = Level(**{**given, "curves": tuple(curve.made for curve in self.curves)})
         for curve in level.curves:
@@ -352,7 +353,7 @@ class _Cluster(_Table):
     @field_validator("levels")
     @classmethod
     def _some(cls, value: tuple[_Level, ...]) -> tuple[_Level, ...]:
-        if not value:  # a least length would also be missed where a level is wrong
+        if not value:  # a minimum length would also complain if a level is wrong
             raise InputError(f"expected {_LEVELS}")
         return value
 
@@ -367,11 +368,11 @@ class _Cluster(_Table):
         return super().of(value).model_copy(update={**own, "sources": dict(value.sources)})
 
 
-# ---- complaints
+# ---- errors
 
 
 def _complaint(error: Any) -> str:
-    """The key as in the file, and the expected value."""
+    """Returns a message with the key as in the file, and the expected value."""
     path, field = "", None
     kind: type[_Table] = _Cluster
     for place in error["loc"]:

@@ -1,1 +1,1 @@
-"""Seconds and bytes of an op: collectives on a hierarchy, compute, memory. Torch-free."""
+"""Seconds and bytes of an operation: collectives on a hierarchy, compute, memory. Torch-free."""

@@ -1,19 +1,20 @@
 """Seconds of a collective on a hierarchy of links.
 
-[Note: Ring] A ring over n ranks in rank order takes n-1 steps; over each level's links it sends S = (n-1)/n * B out of
-every member (B the whole buffer), an all-reduce twice that in twice the steps. A member's ring edge is one stream, so::
+[Note: Ring] A ring over n ranks in rank order takes n-1 steps. Over each level's links it sends S = (n-1)/n * B out of
+every member, with B the whole buffer; an all-reduce sends twice that in twice the steps. A member's ring edge is one
+stream, so::
 
     seconds = launch + sum over levels of steps * latency + max over levels of t * (1 + (scale / t)**power)
     t = S / (the group's share of the level's links)
 
-The term in brackets is a short transfer's loss to protocol and chunking; NCCL's measured curves need it
-inside a node only: between nodes the latency of the steps explains them. The sum is monotone in B since power <= 1.
+The term in brackets is a short transfer's loss to protocol and chunking. NCCL's measured curves need it only inside a
+node: between nodes, the latency of the steps explains them. The sum is monotone in B, since power <= 1.
 
-A level whose file has curves takes the measured time instead: `cluster.level`. One without curves may say the share
-of its rate that an operation reaches; that is the rate then.
+If a level's file has curves, the measured time is taken instead: `cluster.level`. Without curves, it may give the share
+of the level's rate that an operation reaches.
 
-An all-reduce may also be a double binary tree, whose latency grows with the logarithm: the smaller of the two is taken,
-as NCCL does. Other ways over several levels are in `zeromesh.collectives`.
+An all-reduce may also be a double binary tree, whose latency grows with the logarithm. The faster of the two is taken,
+as in NCCL. For other ways over several levels see `zeromesh.collectives`.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """The cost of one collective when nothing else runs.
+    """The cost of one collective if nothing else runs.
 
-    `busy` are (level index, seconds) that it keeps its share of the level's links busy; the links are a resource that
-    other communicators wait for or share.
+    `busy` has (level index, seconds): how long the collective keeps its share of the level's links busy. Other
+    communicators wait for the links, or share them.
     """
 
     seconds: float
     busy: tuple[tuple[int, float], ...] = ()
     sent_bytes: float = 0.0  # out of one rank, over all levels together
-    busy_latency_s: float = 0.0  # how much longer its latency is while the device computes
-    taken: float = 0.0  # share of the device's rate of computation, while it runs
-    memory_s: float = 0.0  # of its bytes through the device's memory, at the rate that kernels reach there
+    busy_latency_s: float = 0.0  # additional latency while the device computes
+    taken: float = 0.0  # share of the device's rate of computation that it takes while it runs
+    memory_s: float = 0.0  # for its bytes through the device's memory, at the rate of kernels
 
     @property
     def transfer_s(self) -> float:
@@ -62,8 +63,8 @@ class CollectiveCost:
         return self.seconds - self.transfer_s
 
     def with_kernels(self, seconds: float, cores: float | None) -> CollectiveCost:
-        """With kernels of its own on the device: quantisers, sums, copies. Each reads and writes memory with all that a
-        device has, so computation beside it waits as long; of `cores` it needs one, as computation does."""
+        """Adds kernels on the device: quantisers, sums, copies. Each uses all of the device to read and write memory,
+        so concurrent computation waits as long. If the device has `cores`, a kernel needs one, as computation does."""
         whole = self.seconds + seconds
         if cores is None or not seconds:
             taken = (self.taken * self.seconds + seconds) / whole if whole else 0.0
@@ -72,21 +73,21 @@ class CollectiveCost:
 
 
 class JointCost(ABC):
-    """Costs of a collective over several levels; `zeromesh.strategy.Collective` carries it out."""
+    """Costs of a collective over several levels, which `zeromesh.strategy.Collective` carries out."""
 
     @abstractmethod
     def joint_cost(self, group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
-        """The cost of one collective over a group of several levels, in engines that issue it so."""
+        """The cost of one collective over a group of several levels, in engines that issue it as one."""
 
     def pair_cost(
         self, first: CollectiveCost, second: CollectiveCost, steps: tuple[Transfer, Transfer]
     ) -> CollectiveCost:
-        """The cost of two steps at once, given that of each."""
+        """The cost of two steps at once, given the cost of each."""
         raise NotImplementedError(f"{type(self).__name__} is of one step at a time")
 
 
 def costs_of(collective: Collective) -> JointCost:
-    """The costs of a collective, as its `costs` names them."""
+    """Returns the costs that a collective's `costs` names."""
     return _found(collective.costs)
 
 
@@ -97,7 +98,7 @@ def _found(costs: str | type) -> JointCost:
 
 
 HOST = -1
-"""The level index under which `busy` lists a device's own processor, where that moves the bytes."""
+"""The level index for a device's own processor in `busy`, if it moves the bytes."""
 
 FREE = CollectiveCost(seconds=0.0)
 
@@ -105,10 +106,11 @@ FREE = CollectiveCost(seconds=0.0)
 def collective_cost(
     group: Group, operation: Operation, full_bytes: float, constants: Constants, *, algorithm: str = "flat"
 ) -> CollectiveCost:
-    """Cost of `operation` over `group`; zero for a group of one. `algorithm` is the collective's name in the notation.
+    """Returns the cost of `operation` over `group`; zero for a group of one. `algorithm` is the collective's name in
+    the notation.
 
-    `full_bytes` are those of the whole buffer on the wire: the result of a gather, the input of a reduction, one rank's
-    share before an all-to-all, the message of a broadcast.
+    `full_bytes` are those of the whole buffer on the wire: a gather's result, a reduction's input, one rank's buffer
+    before an all-to-all, or a broadcast's message.
     """
     if full_bytes < 0:
         raise InternalError(f"a collective of {full_bytes} bytes")
@@ -122,15 +124,15 @@ def collective_cost(
     if operation != "all_reduce":
         return ring
     if any(hop.links.curve(operation, hop.size) for hop in group.hops):
-        return ring  # measured values are of the library's own choice
+        return ring  # in measurements, the library has already chosen
     tree = _tree(group, full_bytes, constants)
     return min(ring, tree, key=lambda cost: cost.seconds)
 
 
 def ring_cost(group: Group, operation: Operation, full_bytes: float, constants: Constants) -> CollectiveCost:
-    """Cost of one ring over all ranks: [Note: Ring]."""
+    """The cost of one ring over all ranks: [Note: Ring]."""
     passes = 2 if operation == "all_reduce" else 1
-    # A pipelined broadcast sends the whole buffer over every edge but the last.
+    # A pipelined broadcast sends the whole buffer over every edge except the last.
     share = 1.0 if operation == "broadcast" else (group.size - 1) / group.size
     sent = passes * share * full_bytes
     steps = zip(ring_steps([hop.size for hop in group.hops]), group.hops, strict=True)
@@ -170,12 +172,12 @@ def _link_seconds(hop: Hop, operation: Operation, sent: float, constants: Consta
 
 
 def _all_to_all(group: Group, full_bytes: float, constants: Constants) -> CollectiveCost:
-    """Every rank sends each other one its own part: over a level it sends to all ranks outside its member."""
+    """The cost of sending every other rank its own part. Over a level, a rank sends to all ranks outside its member."""
     latency = constants.launch_s + (group.size - 1) * constants.peer_s + max(hop.step_s for hop in group.hops)
     busy = []
     inside = 1
     for hop in group.hops:
-        # `inside` ranks of this group leave the member together; each sends (n - inside)/n of its buffer over the hop.
+        # `inside` ranks of this group share a member. Each sends (n - inside)/n of its buffer over the hop.
         leaving = inside * (group.size - inside) / group.size * full_bytes
         busy.append((hop.level, _link_seconds(hop, "all_to_all", leaving, constants)))
         inside *= hop.size
@@ -184,7 +186,7 @@ def _all_to_all(group: Group, full_bytes: float, constants: Constants) -> Collec
 
 
 def one_after_another(*costs: CollectiveCost) -> CollectiveCost:
-    """Collectives of which each waits for the one before."""
+    """The cost of collectives that each wait for the one before."""
     return CollectiveCost(
         seconds=sum(cost.seconds for cost in costs),
         busy=merge_busy(*[cost.busy for cost in costs]),
@@ -201,7 +203,7 @@ def mean_taken(costs: Sequence[CollectiveCost], seconds: float) -> float:
 
 
 def merge_busy(*parts: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-    """Seconds by level of several collectives together."""
+    """Adds up seconds by level over several collectives."""
     total: dict[int, float] = {}
     for part in parts:
         for level, seconds in part:

@@ -1,18 +1,18 @@
 """Seconds of a unit's forward and backward on one device.
 
-[Note: Shape classes] Three kinds of work, each with its own measured efficiency:
+[Note: Shape classes] There are three kinds of work, each with its own measured efficiency:
 
 - matrix products: achievable rate * share / (1 + d0 * (1/rows + 1/inner + 1/outer) / 3), since a product's arithmetic
   intensity falls with the reciprocals of its dimensions; d0 is `matmul_scale`.
-- fused attention: achievable rate * share, on the scores that a causal kernel computes: of those that every token
-  would have with `context` tokens, the sequence or the window, the share 1 - context / (2 * seq_len).
+- fused attention: achievable rate * share, on the scores that a causal kernel computes. If every token saw `context`
+  tokens, the sequence or the window, these are the share 1 - context / (2 * seq_len) of all scores.
 - everything else: bytes over the device's memory bandwidth * share.
 
-Of a device whose file has kernels, the rate is that of the measured one of the same dtype whose shape is nearest, and
-of products the term in brackets is that of the asked shape over that of the measured one. The bytes of "everything
-else" are counted as those of the measurement are, `ActivationSpec.elementwise`.
+If the device's file has kernels, the rate is that of the measured kernel of the same dtype with the nearest shape. For
+products, the term in brackets is then that of the asked shape over that of the measured one. The bytes of "everything
+else" are counted by `ActivationSpec.elementwise`, as in the measurement.
 
-Backward: a product computes the input's gradient and, where the weight is trainable, the weight's: the same three
+In the backward, a product computes the input's gradient and, if the weight is trainable, the weight's: the same three
 dimensions in another order. An elementwise kernel reads its saved values and the gradient, and writes one: twice the
 forward's traffic.
 """
@@ -28,9 +28,9 @@ from zeromesh.model.spec import AttentionSpec, MatmulSpec, Recomputation, UnitSp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """Seconds of one micro-batch on one device; `recompute` is the part of the backward that runs the forward again,
-    `weights` the part of `backward` that only gradients of weights need, `moving` the share of all in which the device
-    waits for its memory."""
+    """Seconds of one micro-batch on one device. `recompute` is the part of the backward that runs the forward again.
+    `weights` is the part of `backward` that only gradients of weights need. `moving` is the share of the total in which
+    the device waits for its memory."""
 
     forward: float
     backward: float
@@ -43,7 +43,7 @@ class UnitSeconds:
         return self.forward + self.recompute + self.backward
 
     def collecting(self, seconds: float) -> UnitSeconds:
-        """With gradients that are copied for so long at the end of the backward."""
+        """Returns a copy whose backward ends with `seconds` for copying gradients."""
         if not seconds:
             return self
         return replace(
@@ -56,27 +56,27 @@ class UnitSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeModel:
-    """A device with the constants of its achievable rates."""
+    """A device, with the constants for its achievable rates."""
 
     device: Device
     constants: Constants
-    dtype: str | None = None  # of matrix products; None for the device's own choice
+    dtype: str | None = None  # of matrix products; None: the device chooses
 
     @property
     def matrix_flops(self) -> float:
-        """The best rate of a matrix product in FLOP/s: measured where known, else the usual share of the peak."""
+        """The best rate of a matrix product in FLOP/s: the measured one, or the usual share of the peak."""
         measured = self.device.achievable(self.dtype)
         return measured if measured is not None else self.device.peak(self.dtype) * self.constants.achievable_share
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """The memory rate of elementwise kernels; a typical one if the device states no bandwidth."""
+        """The memory rate of elementwise kernels. If the device states no bandwidth, a typical one."""
         stated = self.device.memory_bytes_per_s
         nominal = self.device.peak() / self.constants.flops_per_byte if stated is None else stated
         return nominal * self.constants.memory_share
 
     def unit(self, unit: UnitSpec, *, tokens: float, seq_len: int, recomputation: Recomputation) -> UnitSeconds:
-        """Seconds of one of `unit`'s copies for `tokens` tokens in sequences of `seq_len`."""
+        """Seconds of one of `unit`'s copies, for `tokens` tokens in sequences of `seq_len`."""
         products = sum(self.matmul(m, tokens) for m in unit.matmuls)
         attention = self._attention_of(unit.attention, tokens, seq_len)
         other = tokens / self.matrix_flops
@@ -110,13 +110,13 @@ class ComputeModel:
         )
 
     def matmul(self, matmul: MatmulSpec, tokens: float, *, backward: bool = False) -> float:
-        """Forward seconds of one `MatmulSpec`, all of its count; or those of one gradient."""
+        """Forward seconds of one `MatmulSpec`, for all of its count; or the seconds of one gradient."""
         rows = max(1.0, tokens * matmul.rows_per_token)
         model = self if matmul.dtype is None else replace(self, dtype=matmul.dtype)
         return model.product(rows, matmul.inner, matmul.outer, flops=matmul.forward_flops * tokens, backward=backward)
 
     def product(self, rows: float, inner: float, outer: float, *, flops: float, backward: bool = False) -> float:
-        """Seconds of matrix products of these dimensions, which have so many FLOPs together: [Note: Shape classes]."""
+        """Seconds of matrix products of these dimensions, with `flops` FLOPs together: [Note: Shape classes]."""
         constants = self.constants
         measured = self._kernel("product", rows, inner, outer)
         waste = self._waste(rows, inner, outer)
@@ -129,9 +129,9 @@ class ComputeModel:
         return 1 + self.constants.matmul_scale * (1 / rows + 1 / inner + 1 / outer) / 3
 
     def attention(self, flops: float, *, backward: bool = False, shape: tuple[float, float] | None = None) -> float:
-        """Seconds of fused attention that computes so many FLOPs of all heads and queries, without those it skips.
+        """Seconds of fused attention with `flops` FLOPs for all heads and queries, without skipped ones.
 
-        `shape`: tokens that a query sees, and elements of a head, where they are known.
+        `shape`: the tokens that a query sees, and the elements of a head, if known.
         """
         constants = self.constants
         measured = self._kernel("attention", *shape) if shape else None
@@ -147,11 +147,12 @@ class ComputeModel:
         return moved / measured.forward if measured else self.memory(moved)
 
     def host_step(self, elements: float, devices: int) -> float:
-        """Seconds of the same in the host's memory, where the ranks of `devices` step at once."""
+        """Seconds of a step in the host's memory, while the ranks of `devices` step at once."""
         return elements * self.constants.optimizer_bytes * devices / self.constants.host_memory_bytes_per_s
 
     def gradients(self, moved_bytes: float, *, added: bool = False) -> float:
-        """Seconds in which gradients are copied from where autograd leaves them, or added to those that are there."""
+        """Seconds for copying gradients from where autograd leaves them; or, if `added`, for adding them to existing
+        ones."""
         measured = self._kernel("gradients")
         return moved_bytes / measured.rate(backward=added) if measured else self.memory(moved_bytes)
 
@@ -172,13 +173,13 @@ class ComputeModel:
         return self.attention(flops, backward=backward, shape=(attention.context(seq_len), attention.head_dim))
 
     def elementwise(self, unit: UnitSpec, tokens: float, seq_len: int, *, backward: bool = False) -> float:
-        """Seconds of memory traffic in a forward, or of as many bytes in a backward (twice)."""
+        """Seconds of a forward's memory traffic, or of as many bytes in the backward, which has twice as many."""
         moved = unit.activations.elementwise.at(seq_len) * tokens
         measured = self._kernel("elementwise")
         return moved / measured.rate(backward=backward) if measured else self.memory(moved * self.constants.traffic)
 
 
 def causal_share(attention: AttentionSpec, seq_len: int) -> float:
-    # A fused causal kernel skips masked scores; an unfused one computes all of it. The first tokens of a sequence see
-    # 1, 2, 3 ... tokens, half a context on average; those behind them the whole context.
+    # A fused causal kernel skips masked scores; an unfused one computes all. The first tokens of a sequence see 1, 2, 3
+    # ... tokens, half a context on average. Those after them see the whole context.
     return 1 - attention.causal * attention.context(seq_len) / (2 * seq_len) if attention.fused else 1.0

@@ -1,7 +1,7 @@
-"""The constants of the cost model: one set for all devices and networks, each with where it comes from.
+"""The constants of the cost model: one set for all devices and networks, each with its origin.
 
-`data/constants.toml` is written by `tools/fit_costs.py` from micro-benchmarks alone, or cites a source; nothing is
-fitted on the tables that predictions are validated with.
+`tools/fit_costs.py` writes `data/constants.toml` from micro-benchmarks only, or it cites a source. Nothing is fitted to
+the tables with which predictions are validated.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from zeromesh.errors import InternalError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Constants of this package's formulas beyond a cluster's description.
+    """Constants of this package's formulas that a cluster's description does not have.
 
     A transfer that takes t seconds at full rate takes `t * (1 + (size_scale_s / t)**size_power)` over links inside a
-    node; see `collective`. Shares of matrix products and of fused causal attention are of the device's achievable rate,
-    attention's counted on the half of the scores that it computes.
+    node; see `collective`. Shares of matrix products and of fused causal attention are relative to the device's
+    achievable rate; attention counts the half of the scores that it computes.
     """
 
     link_share: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=())  # by kind, for large messages
     size_scale_s: float
     size_power: float
     launch_s: float  # of any collective, before its first step
-    tree_share: float  # bandwidth of a tree all-reduce, of a ring's
-    tree_step_share: float  # latency of a step inside a node in a tree, of a ring's
+    tree_share: float  # a tree all-reduce's bandwidth over a ring's
+    tree_step_share: float  # a step's latency inside a node, in a tree over in a ring
     peer_s: float  # latency per peer of an all-to-all
-    matmul_share: float  # reached by large products
+    matmul_share: float  # that large products reach
     matmul_backward_share: float
-    matmul_scale: float  # dimension d at which a d x d x d product loses a further three parts in four; see `compute`
-    achievable_share: float  # achievable rate of the peak, for a device without a measurement
+    matmul_scale: float  # dimension d at which a d x d x d product loses a further three quarters; see `compute`
+    achievable_share: float  # achievable rate over the peak, for a device without a measurement
     attention_forward_share: float
     attention_backward_share: float
     flops_per_byte: float  # peak FLOP/s per byte/s of memory bandwidth, for a device that states no bandwidth
     memory_share: float  # of the device's memory bandwidth, that elementwise kernels reach
-    traffic: float  # bytes that elementwise kernels move in a forward, of `ActivationSpec.elementwise`
+    traffic: float  # bytes that elementwise kernels move in a forward, over `ActivationSpec.elementwise`
     optimizer_bytes: float  # read and written by AdamW per element of the state shard
     node_channels: float  # of a collective inside a node; see `contention`
     card_channels: float  # the same for each network card
     channel_share: float  # of a multiprocessor's computation, that a channel takes
     node_passes: float  # of sent bytes through a device's memory, inside a node
     card_passes: float  # the same over a network
-    multiprocessors: float  # of a device that states none
-    host_issue_s: float  # of the host for a transfer of a unit; `simulator.clock` says when that is seen
+    multiprocessors: float  # of a device whose file has no number
+    host_issue_s: float  # host's seconds for a unit's transfer; `simulator.clock` says when they matter
     host_copy_bytes_per_s: float  # between a device and its host's memory, in one direction
-    host_memory_bytes_per_s: float  # of a host's memory, as an optimizer's step there reaches it
-    host_ahead_s: float  # how far the host can issue ahead of the device
+    host_memory_bytes_per_s: float  # of a host's memory, for an optimizer's step there
+    host_ahead_s: float  # seconds by which the host can be ahead of the device
     context_bytes: float  # of the driver's context and libraries
     communicator_bytes: float  # of one communicator's buffers
     allocator_share: float  # unusable share of the allocator's reserved memory
@@ -68,41 +68,41 @@ class Constants:
             raise InternalError(f"constants out of range: {', '.join(negative) or 'size_power'}")
 
     def at(self, name: str, value: float) -> Constants:
-        """These with another value of one of them, named as in the file: `link_share.nvlink`."""
+        """Returns a copy with another value of one constant, named as in the file: `link_share.nvlink`."""
         kind = name.removeprefix("link_share.")
         if kind != name:
             return replace(self, link_share=dict(self.link_share) | {kind: value})
         return replace(self, **{name: value})  # type: ignore[arg-type]  # all others are floats
 
     def on(self, cluster: Cluster) -> Constants:
-        """These, with the rates that were measured of the cluster's machines."""
+        """Returns a copy with the rates that were measured on the cluster's machines."""
         copies, steps = cluster.host_copy_bytes_per_s, cluster.host_step_bytes_per_s
         found = self if copies is None else replace(self, host_copy_bytes_per_s=copies)
         return found if steps is None else replace(found, host_memory_bytes_per_s=steps)
 
     def overhead_bytes(self, *, messages: bool, communicators: int, dynamic_bytes: float) -> float:
-        """Bytes of a process on one device beside model state, buffers and activations: the driver's context,
+        """Bytes of a process on one device apart from model state, buffers and activations: the driver's context,
         communicators, and the allocator's unusable part.
 
         Args:
-            messages: ranks exchange messages: then there is neither a context, nor do communicators hold buffers.
+            messages: True if ranks exchange messages. Then there is no context, and communicators hold no buffers.
             communicators: process groups that have been used on the device.
-            dynamic_bytes: allocated and freed in the course of a step (activations). Memory allocated once and kept
+            dynamic_bytes: memory that is allocated and freed during a step (activations). Memory that is allocated once
                 loses nothing to fragmentation.
         """
         driver = 0.0 if messages else self.context_bytes + communicators * self.communicator_bytes
         return driver + dynamic_bytes * self.allocator_share
 
     def share_of(self, kind: str) -> float:
-        """Achieved share of nominal bandwidth over links of this kind."""
+        """The achieved share of nominal bandwidth over links of this kind."""
         return dict(self.link_share)[kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where one constant comes from: `how` is "fitted", "cited" or "assumed", `source` names the source.
+    """The origin of one constant: `how` is "fitted", "cited" or "assumed", and `source` names the source.
 
-    `low` and `high` are stated where public measurements leave it open, `between` says which.
+    `low` and `high` are given if public measurements leave the value open; `between` says which measurements.
     """
 
     name: str
@@ -124,7 +124,7 @@ def default_constants() -> Constants:
 
 @cache
 def provenance() -> tuple[Provenance, ...]:
-    """Where each shipped constant comes from, in the file's order."""
+    """Returns the origin of each shipped constant, in the file's order."""
     entries = []
     for name, entry in _table().items():
         if name == "link_share":

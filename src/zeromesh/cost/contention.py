@@ -1,22 +1,21 @@
 """The share of a computing device that a collective takes.
 
-[Note: Channels] A collective runs as a kernel of one block for each of its channels, each of which has a multiprocessor
-to itself for as long as it runs (NVIDIA/nccl#689: "NCCL CTAs won't share an SM with compute kernels"). Inside a node a
-ring has as many channels as it takes to fill the links, 24 of them on A100 and H100; over a network two for each card
-that it uses (NVIDIA/nccl#438), of which a rank that is alone in its node has one. So with m multiprocessors a second
-of computation takes
+[Note: Channels] A collective runs as a kernel with one block for each of its channels. Each block has a multiprocessor
+to itself while it runs (NVIDIA/nccl#689: "NCCL CTAs won't share an SM with compute kernels"). Inside a node a ring has
+as many channels as it takes to fill the links: 24 on A100 and H100. Over a network it has two for each card that it
+uses (NVIDIA/nccl#438); a single rank per node uses one card. So with m multiprocessors a second of computation takes
 
     1 / (1 - channel_share * channels / m)        channels of all collectives that run
 
-seconds. Were computation spread evenly, `channel_share` would be 1. A product whose blocks fill the device in whole
-waves loses more (one of 132 blocks on 132 multiprocessors takes two waves of 108): it is fitted on a product beside an
-all-reduce, and its range spans the values seen on whole models.
+seconds. If computation were spread evenly, `channel_share` would be 1. A product whose blocks fill the device in whole
+waves loses more (one of 132 blocks on 132 multiprocessors takes two waves of 108). So the constant is fitted to a
+product that runs beside an all-reduce, and its range spans the values seen on whole models.
 
-[Note: Memory] A byte that a rank sends is stored and read back, and read from the user's data or written there: it goes
-through the device's memory three times inside a node (NVIDIA/nccl#1428). Over a network a card reads and stores them
-twice more. Work that waits for memory anyway, elementwise kernels and copies, loses as much of each second
-as the collectives have of the memory's rate. On A100 with NVLink that is 39 % beside the 11 % of the channels, so that
-such a kernel takes twice as long; seen there: .02 ms alone and .05 ms beside a gather (the same source).
+[Note: Memory] A byte that a rank sends is stored and read back, and read from the user's data or written there. So it
+passes through the device's memory three times inside a node (NVIDIA/nccl#1428). Over a network, a card reads and stores
+it, which makes two more. Work that waits for memory, elementwise kernels and copies, loses as much of each second as
+the collectives have of the memory's rate. On A100 with NVLink that is 39 % in addition to the 11 % of the channels, so
+that such a kernel takes twice as long. Measured there: .02 ms without and .05 ms beside a gather (the same source).
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ MOST_TAKEN = 0.9
 
 
 def taken_share(cluster: Cluster, axes: Sequence[Axis], constants: Constants) -> float:
-    """The share of the device's rate lost while a collective over the group of `axes` runs; none if processor cores
-    communicate, since the network model shares them out."""
+    """The share of the device's rate lost while a collective over the group of `axes` runs. It is 0 if processor cores
+    communicate, since the network model divides these."""
     if cluster.device.cores is not None:
         return 0.0
     of_device = cluster.device.multiprocessors or constants.multiprocessors
@@ -43,15 +42,15 @@ def taken_share(cluster: Cluster, axes: Sequence[Axis], constants: Constants) ->
 
 
 def memory_passes(group: Group, constants: Constants) -> float:
-    """How often a byte that a rank of `group` sends goes through a device's memory: [Note: Memory]. In a ring over
-    several nodes one rank of each sends over the network."""
+    """How often a byte that a rank of `group` sends passes through a device's memory: [Note: Memory]. In a ring over
+    several nodes, one rank of each node sends over the network."""
     outer = any(hop.outer for hop in group.hops)
     inside = prod(hop.size for hop in group.hops if not hop.outer)
     return constants.node_passes + outer * (constants.card_passes - constants.node_passes) / inside
 
 
 def slowdown(taken: float) -> float:
-    """Seconds that a second of computation takes where collectives take so much of the device."""
+    """Seconds that a second of computation takes if collectives take the share `taken` of the device."""
     return 1.0 / (1.0 - min(taken, MOST_TAKEN))
 
 

@@ -1,8 +1,8 @@
 """A group of ranks on a cluster's hierarchy, and its share of each level.
 
-[Note: Shared ports] All groups of one shape communicate at once (every rank runs the same step), so the links out of
-one member of a level are divided among the groups that have ranks in it. Eight groups that each join one GPU of every
-node share the node's NICs; one group of all GPUs has them to itself, and sends less through them per rank::
+[Note: Shared ports] All groups of one shape communicate at once, since every rank runs the same step. So the links out
+of one member of a level are divided among the groups that have ranks in it. Eight groups that each join one GPU of
+every node share the node's NICs. One group of all GPUs has them to itself, and sends less through them per rank::
 
     axis cluster alone: node [0 1 .. 7] -> 8 groups, each with 1/8 of the NICs
     node and cluster:   node [0 1 .. 7] -> 1 group with all NICs
@@ -23,27 +23,27 @@ from zeromesh.errors import InternalError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """One level as one group sees it."""
+    """One level from one group's view."""
 
     level: int  # index of the level in the cluster, 0 innermost
-    size: int  # members of this level among which the group has ranks, within one member of the next level
-    rate_bytes_per_s: float  # of this group out of one member, its share of the links included
+    size: int  # members of this level with ranks of the group, within one member of the next level
+    rate_bytes_per_s: float  # of this group out of one member, given its share of the links
     sharing: int  # groups whose traffic leaves one member at once
     step_s: float  # latency of one step over this level
-    outer: bool  # the level joins nodes; inside one, message size matters more (see `collective`)
+    outer: bool  # whether it joins nodes; inside one, message size matters more (see `collective`)
     links: Level = field(compare=False)  # may have measured curves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Ranks that communicate, as hops innermost first; levels with a single member are left out."""
+    """Ranks that communicate, as hops, innermost first. Levels with a single member are left out."""
 
     hops: tuple[Hop, ...]
 
     @classmethod
     def of(cls, cluster: Cluster, spans: Sequence[tuple[str, int]], constants: Constants) -> Group:
-        """The group that has `size` members on each named level of `cluster`, which is cut to the world in use;
-        repeated names multiply. ClusterError for an unknown level."""
+        """Returns the group with `size` members on each named level of `cluster`, which has only the ranks in use
+        (`take`). Repeated names multiply. Raises ClusterError for an unknown level."""
         sizes = dict.fromkeys((level.name for level in cluster.levels), 1)
         for name, size in spans:
             sizes[cluster.level(name).name] *= size
@@ -66,7 +66,8 @@ class Group:
         return Group(hops=self.hops[:-1])
 
     def outermost(self) -> Group:
-        """The groups that join one rank of each member of the outermost hop; as many of them as ranks inside."""
+        """The group that joins one rank of each member of the outermost hop. There are as many of these as ranks inside
+        a member."""
         if not self.hops:
             return self
         hop = self.hops[-1]
@@ -76,7 +77,7 @@ class Group:
 
 
 def ring_steps(sizes: Sequence[int]) -> tuple[int, ...]:
-    """How many of the size - 1 steps of a ring in rank order cross each axis or hop, innermost first.
+    """The number of steps, of the size - 1 in a ring in rank order, that cross each axis or hop, innermost first.
 
     >>> ring_steps([2, 4, 48])  # 47 between the outermost members, 192 - 48 between the middle ones, 384 - 192 inside
     (192, 144, 47)
@@ -88,11 +89,11 @@ def ring_steps(sizes: Sequence[int]) -> tuple[int, ...]:
 def _hop(cluster: Cluster, index: int, size: int, inside: int, constants: Constants) -> Hop:
     level = cluster.levels[index]
     below = cluster.members_below(index)
-    # Splits of one level leave several places per member that this group's ranks may hold: below is divided, never cut.
+    # If a level is split, this group's ranks may hold several places per member: so `below` is divided.
     sharing = max(1, below // inside)
     nominal = level.bandwidth_bytes_per_s
     kind = cluster.link_kind(index)
-    # A device drives one port: fewer devices than ports cannot use them all.
+    # A device drives one port, so fewer devices than ports cannot use all of them.
     usable = nominal * min(1.0, below / (level.ports or 1))
     return Hop(
         level=index,
@@ -105,5 +106,5 @@ def _hop(cluster: Cluster, index: int, size: int, inside: int, constants: Consta
     )
 
 
-#: Kinds of link inside a node, where bandwidth depends on message size beyond latency.
+#: Kinds of link inside a node. There bandwidth depends on message size, beyond latency.
 INSIDE_A_NODE = ("nvlink", "xgmi", "pcie")

@@ -19,16 +19,16 @@ from zeromesh.strategy import Axis
 from zeromesh.wires import coded
 
 SUMMED_NATIVELY = ("fp64", "fp32")
-"""On the wire of an all-reduce on gloo; in others the engine scatters and gathers there, and sums in fp32 itself."""
+"""Wires on which gloo sums an all-reduce. On others, the engine scatters and gathers there, and sums in fp32 itself."""
 
 _COMPUTE_BYTES = 2  # a quantiser reads and writes 16-bit values
 
 
 @dataclass(frozen=True, slots=True)
 class TransferModel:
-    """A cluster with the constants, and a cache of answers: steps repeat few distinct transfers."""
+    """A cluster with the constants, and a cache: a step repeats a few distinct transfers."""
 
-    cluster: Cluster  # cut to the world in use; its levels are the mesh axes by name
+    cluster: Cluster  # only the ranks in use; its levels are the mesh axes by name
     constants: Constants
     compute: ComputeModel  # for the quantisers
     _groups: dict[tuple[tuple[str, int], ...], Group] = field(
@@ -42,7 +42,7 @@ class TransferModel:
     @classmethod
     @lru_cache(maxsize=16)
     def of(cls, cluster: Cluster, constants: Constants, compute: ComputeModel) -> Self:
-        """The one that all share who ask for the same."""
+        """Returns one shared model for equal arguments."""
         return cls(cluster, constants, compute)
 
     def group(self, axes: Sequence[Axis]) -> Group:
@@ -52,13 +52,13 @@ class TransferModel:
         return self._groups[key]
 
     def cost(self, transfer: Transfer) -> CollectiveCost:
-        """One transfer over its axis, quantisers included where its wire has them."""
+        """The cost of one transfer over its axis, including quantisers if its wire has any."""
         return self.joint((transfer.axis,), cast("Operation", transfer.operation), transfer.numel, transfer.wire)
 
     def joint(
         self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str, algorithm: str = "flat"
     ) -> CollectiveCost:
-        """One collective on a region of `numel` elements over the group of several axes."""
+        """The cost of one collective on a region of `numel` elements, over the group of several axes."""
         key = (*((axis.mesh_axis, axis.size) for axis in axes), operation, numel, wire, algorithm)
         if key not in self._costs:
             if operation == "all_reduce" and self.cluster.device.cores is not None and wire not in SUMMED_NATIVELY:
@@ -69,8 +69,8 @@ class TransferModel:
                 cost = self._with_taken(cost, axes)
                 cost = self.with_kernels(cost, self._coding_bytes(axes, operation, numel, wire))
                 if beside := self._beside_compute():
-                    # The same collective on links as they are beside computation, less its own. Cores that compute and
-                    # move bytes are shared out by the network: there only latencies are compared.
+                    # The cost of the same collective on links beside computation, less its own. If cores compute and
+                    # move bytes, the network divides them, and only latencies are compared.
                     slower = beside.joint(axes, operation, numel, wire, algorithm)
                     longer = slower.seconds - cost.seconds
                     if self.cluster.device.cores is not None:
@@ -80,11 +80,11 @@ class TransferModel:
         return self._costs[key]
 
     def with_kernels(self, cost: CollectiveCost, moved_bytes: float) -> CollectiveCost:
-        """With kernels that move so many bytes through the device's memory, on the collective's own lane."""
+        """Adds kernels that move `moved_bytes` through the device's memory, on the collective's own lane."""
         return cost.with_kernels(self.compute.memory(moved_bytes), self.cluster.device.cores) if moved_bytes else cost
 
     def _beside_compute(self) -> TransferModel | None:
-        """The model of links as they were measured beside computation; None where they were not."""
+        """The model of links as measured beside computation; None if they were not measured so."""
         levels = tuple(level.beside_computation() for level in self.cluster.levels)
         if levels == self.cluster.levels:
             return None
@@ -93,8 +93,8 @@ class TransferModel:
         return self._busy[0]
 
     def _hosted(self, cost: CollectiveCost, axes: Sequence[Axis], operation: Operation) -> CollectiveCost:
-        """With the time that the device's own cores need for it, where they move the bytes; over several axes at the
-        rate of the slowest, with a call for each."""
+        """Adds the time of the device's own cores, if they move the bytes. Over several axes this is at the rate of the
+        slowest, with a call for each."""
         cores = self.cluster.device.cores
         levels = [self.cluster.level(axis.mesh_axis) for axis in axes]
         known = [level.host_bytes_per_s * level.share(operation) for level in levels if level.host_bytes_per_s]
@@ -102,12 +102,13 @@ class TransferModel:
             return cost
         calls = sum(level.host_call_s for level in levels) / cores
         moving = cost.sent_bytes / min(known) / cores
-        # A call's processor time is part of the latency as it was measured.
+        # The measured latency includes a call's processor time.
         seconds = max(cost.latency_s, calls) + max(cost.transfer_s, moving)
         return replace(cost, seconds=seconds, busy=(*cost.busy, (HOST, calls + moving)))
 
     def _with_taken(self, cost: CollectiveCost, axes: Sequence[Axis]) -> CollectiveCost:
-        """With its share of a device that computes; the network shares out cores that also move the bytes."""
+        """Adds the collective's share of a computing device. If cores also move the bytes, the network divides them
+        instead."""
         if self.cluster.device.cores is not None:
             return cost
         passes = memory_passes(self.group(axes), self.constants)
@@ -128,8 +129,8 @@ class TransferModel:
         return costs[0] if len(costs) == 1 else one_after_another(*costs)
 
     def _coding_bytes(self, axes: Sequence[Axis], operation: Operation, numel: int, wire: str) -> float:
-        """Bytes that quantisers read and write. Scatter: everything is quantised, and summed into one part. Gather: one
-        part is quantised, and everything restored. The wire's bytes count twice."""
+        """Bytes that quantisers read and write. A scatter quantises everything, and sums into one part. A gather
+        quantises one part, and restores everything. The wire's bytes count twice."""
         if coded(wire) is None or self.group(axes).size == 1:
             return 0.0
         ranks = prod(axis.size for axis in axes)

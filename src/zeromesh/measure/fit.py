@@ -1,10 +1,10 @@
-"""A line through timings: seconds = latency + bytes / rate, and how far it can be trusted.
+"""Fits a line to timings, seconds = latency + bytes / rate, and judges how far it can be trusted.
 
-Timings of one size scatter upwards, so each size is represented by its median. The rate is that of least squares over
-absolute errors, which the longest messages decide; the latency is the rest that it leaves of the shorter ones. One fit
-of both would let short messages tilt the rate: their noise is larger in proportion, and a shaped link's savings let
+Timings of one size scatter upwards, so each size is represented by its median. The rate comes from least squares over
+absolute errors, which the longest messages dominate. The latency is the time that shorter messages take beyond that. A
+joint fit would let short messages tilt the rate: their noise is larger in proportion, and a shaped link's savings let
 them pass at once (a bucket of 128 KiB took 1 Gbit/s for up to 1.1). Trust comes from repetition: the same line is
-fitted through the first and the second half of the rounds, which saw different moments of the machine.
+fitted to the first and to the second half of the rounds, which saw the machine at different moments.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from zeromesh.errors import InputError, MeasurementError
 
 SCATTERING = ("all_gather", "reduce_scatter")
-"""The operations that a level's rate and latency are the mean of."""
+"""A level's rate and latency are the means over these operations."""
 
 MAX_SPREAD = 0.25
-"""Largest spread of the longest messages' timings, which decide the rate: constant load is the same in both halves.
-Idle links have 1 to 13 % (2 cores, 4 and 8 ranks); few short rounds may have more."""
+"""Largest spread of the longest messages' timings, which decide the rate. It catches constant load, which is the same
+in both halves. Idle links have 1 to 13 % (2 cores, 4 and 8 ranks); few short rounds may have more."""
 
 MAX_DISAGREEMENT = 0.25
-"""By how much the rates of the two halves may differ. On an idle machine gloo's differ by 1 to 8 %, under load by 30 %
-and more (2 cores, 4 ranks, November 2026)."""
+"""How much the rates of the two halves may differ. On an idle machine gloo's differ by 1 to 8 %, under load by 30 % and
+more (2 cores, 4 ranks, November 2026)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +41,17 @@ class Line:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     line: Line  # through the medians of all rounds
-    spread: float  # of the longest messages' timings: half the distance between the quartiles, over the median
-    disagreement: float  # between the rates of the first and the second half of the rounds, over that of all
+    spread: float  # half the distance between the quartiles of the longest messages' timings, over the median
+    disagreement: float  # between the rates of the rounds' first and second half, over the rate of all
 
     @property
     def trusted(self) -> bool:
-        """Whether the halves agree, and single timings with each other."""
+        """Whether the two halves agree, and the spread is small."""
         return self.disagreement <= MAX_DISAGREEMENT and self.spread <= MAX_SPREAD
 
     @property
     def noise(self) -> str:
-        """How far it can be trusted, in words."""
+        """How far the fit can be trusted, in words."""
         return (
             f"the first and the second half of the measurement disagree by {self.disagreement:.0%} (allowed "
             f"{MAX_DISAGREEMENT:.0%}), and timings of the longest messages spread by {self.spread:.0%} (allowed "
@@ -59,7 +59,7 @@ class Fit:
         )
 
     def require_trust(self, what: str) -> None:
-        """Raises MeasurementError if it cannot be trusted."""
+        """Raises MeasurementError if the fit cannot be trusted."""
         if not self.trusted:
             raise MeasurementError(
                 f"{what}: {self.noise}: something else uses these processors or links. Measure again when they are "
@@ -68,8 +68,8 @@ class Fit:
 
 
 def fit(timings: Mapping[int, Sequence[float]]) -> Fit:
-    """Fits seconds of each round, in their order, by bytes sent by one rank. Raises InputError for less than two sizes
-    and 4 rounds."""
+    """Fits the seconds of each round, in order, by bytes that one rank sends. Raises InputError for fewer than 2 sizes
+    or 4 rounds."""
     rounds = min((len(times) for times in timings.values()), default=0)
     if len(timings) < 2 or rounds < 4:
         raise InputError(f"a fit needs at least 2 sizes and 4 rounds; got {len(timings)} and {rounds}")
@@ -86,7 +86,8 @@ def fit(timings: Mapping[int, Sequence[float]]) -> Fit:
 
 
 def _through(medians: Mapping[int, float]) -> Line:
-    """The rate of least squares, which the longest messages decide; the latency that the shortest ones then leave."""
+    """Fits the rate by least squares, which the longest messages dominate, and then the latency to the shortest
+    ones."""
     points = sorted(medians.items())
     slope = statistics.linear_regression(*zip(*points, strict=True)).slope
     (_, fastest), (longest, slowest) = points[0], points[-1]

@@ -1,13 +1,12 @@
-"""Rates of the work that a training step consists of, on each rank while all others of its machine do the same.
+"""Rates of the work in a training step, on each rank while all others on its machine do the same.
 
-Products and attention are timed at the model's own shapes, and the engine's own passes over memory, copies of gradients
-and the optimizer's step, as it does them. The rest of a block's time in the engine, once theirs is taken off, is that
-of its elementwise kernels, all calls and the engine's hooks: the bytes which the cost model counts for them over that
-time are their rate.
+Products and attention are timed at the model's own shapes. So are the engine's passes over memory, for copies of
+gradients and the optimizer's step. The rest of a block's time in the engine is that of its elementwise kernels, all
+calls and the engine's hooks. Their rate is the bytes that the cost model counts for them, divided by that time.
 
-[Note: Far memory] Between two uses of a weight a step uses all others, their gradients and states. So weights come from
-where a model of that size leaves them, which for all but the smallest is beyond the caches, and activations that the
-backward wants are as far away. Calls here take their operands in turn out of as much memory as a model's state fills.
+[Note: Far memory] Between two uses of a weight, a step uses all others, with their gradients and states. So a weight
+comes from where a model of that size leaves it. Except for the smallest models, this is beyond the caches, and so are
+the activations for the backward. Calls here take their operands in turn from as much memory as a model's state fills.
 """
 
 from __future__ import annotations
@@ -38,37 +37,37 @@ from zeromesh.model.transformer import build
 from zeromesh.modules import DTYPES
 
 MOST_HOST_FLOPS = 4e10
-"""Most FLOPs of a block's forward on processor cores: about a second of one core."""
+"""Limit on the FLOPs of a block's forward on processor cores: about a second of one core."""
 
 _AT_ONCE = 1e30
 
 _FP32_BYTES = 4
 
 _PATTERN = 1 << 16
-"""Elements: to draw them all would take seconds."""
+"""Elements that are drawn and repeated: drawing all would take seconds."""
 
 _ALIGNED = 64
-"""Elements: tensors begin on a cache line."""
+"""Elements to which tensors are aligned: a cache line."""
 
 LEAST_REST = 0.05
-"""Smallest share of a block's time for elementwise work, if noise leaves less."""
+"""Least share of a block's time that counts as elementwise, if noise leaves less."""
 
 
 MOST_BLOCKS = 16
 
 STATE_BYTES = 16
-"""Bytes of an element's state: parameter, gradient and two moments."""
+"""Bytes of state per element: parameter, gradient and two moments."""
 
 
 def measure_kernels(ranks: Ranks, work: Work) -> list[dict[str, Any]]:
-    """A task of `launch`: kernels as dictionaries, the same on all ranks."""
+    """A task of `launch`. Returns kernels as dictionaries, the same on all ranks."""
     if ranks.on_cpu:
         work = work.capped(MOST_HOST_FLOPS)
     return [asdict(kernel) for dtype in work.dtypes for kernel in _of_dtype(ranks, work, dtype)]
 
 
 class _Far:
-    """[Note: Far memory]."""
+    """Hands out operands from far memory: [Note: Far memory]."""
 
     def __init__(self, ranks: Ranks, work: Work, dtype: str) -> None:
         rows = work.sequences * work.tokens
@@ -79,7 +78,7 @@ class _Far:
         self._at = 0
 
     def take(self, *shape: int) -> Tensor:
-        """The next tensor of that shape."""
+        """The next tensor of this shape."""
         start = self._at if self._at + prod(shape) <= self._memory.numel() else 0
         self._at = start + -(-prod(shape) // _ALIGNED) * _ALIGNED
         return self._memory[start : start + prod(shape)].view(shape)
@@ -93,7 +92,7 @@ def _of_dtype(ranks: Ranks, work: Work, dtype: str) -> Iterator[Kernel]:
 
 
 def _seconds(call: Callable[[], object], ranks: Ranks) -> float:
-    """Seconds of one call: the mean of all ranks that share cores, else the slowest's."""
+    """Seconds of one call: the mean over ranks if they share cores, else the slowest rank's."""
     figure = statistics.mean if ranks.on_cpu else min
     return 1 / figure(rates(call, 1.0, ranks))
 
@@ -104,7 +103,7 @@ def _product(ranks: Ranks, work: Work, dtype: str, far: _Far, rows_per_token: fl
     made = deque[Tensor](maxlen=max(1, work.block_params // (inner * outer)))
 
     def backward() -> None:
-        made.append(gradient.t() @ far.take(rows, inner))  # in memory of its own, until its unit's are collected
+        made.append(gradient.t() @ far.take(rows, inner))  # each in memory of its own, until its unit's are collected
         gradient @ far.take(outer, inner)
 
     forward_s = _seconds(lambda: functional.linear(x, far.take(outer, inner)), ranks)
@@ -142,14 +141,14 @@ def _attention(ranks: Ranks, work: Work, dtype: str) -> Kernel:
 
 
 def _elementwise(ranks: Ranks, work: Work, dtype: str, others: tuple[Kernel, ...]) -> Kernel:
-    """The rest of a block, measured over several blocks that the engine runs on each rank by itself."""
+    """Measures the rest of a block, over several blocks that the engine runs on each rank separately."""
     count = _blocks(ranks, work, dtype)
     blocks = Blocks(work.llama, count).to(ranks.device)
     if work.kernels == "compiled":
         for block in blocks.layers:
             block.compile()
     param_dtype = None if dtype == "fp32" else DTYPES[dtype]
-    # A mesh of this rank alone: it trains for itself, on its share of the machine.
+    # The mesh is this rank only: it trains separately, on its share of the machine.
     mesh = DeviceMesh(ranks.device.type, torch.tensor([ranks.rank]), mesh_dim_names=("node",), _init_backend=False)
     model = zm.shard(blocks, mesh, "node=0", param_dtype=param_dtype, bucket_bytes=0)
     shape = (work.sequences, work.tokens, work.llama.hidden)
@@ -160,10 +159,10 @@ def _elementwise(ranks: Ranks, work: Work, dtype: str, others: tuple[Kernel, ...
         zm.zero_grad(model)
         x.grad = None
 
-    step()  # in which the engine learns the order of units
+    step()  # the engine learns the order of units in it
     forward_s, step_s = _seconds(lambda: model(x), ranks) / count, _seconds(step, ranks) / count
     backward_s = max(step_s - forward_s, LEAST_REST * step_s)
-    # The same block as the cost model has it, on a device whose elementwise kernels take no time.
+    # Describes the same block by the cost model, on a device whose elementwise kernels take no time.
     units = build(work.llama, dtype=dtype, kernels=KERNELS[work.kernels]).units
     spec = next(unit for unit in units if unit.attention is not None)
     tokens = work.sequences * work.tokens
@@ -182,7 +181,7 @@ def _elementwise(ranks: Ranks, work: Work, dtype: str, others: tuple[Kernel, ...
 
 
 def _blocks(ranks: Ranks, work: Work, dtype: str) -> int:
-    """As many as fill that memory, in a time that can be waited for."""
+    """As many blocks as fill the state's memory, if their time is bearable."""
     filling = STATE_BYTES * work.elements // _gradient_bytes(work.block_params, dtype)
     bearable = MOST_HOST_FLOPS / work.block_flops if ranks.on_cpu else MOST_BLOCKS
     return max(1, min(MOST_BLOCKS, filling, int(bearable)))
@@ -195,7 +194,7 @@ def _without_rest(dtype: str, kernels: tuple[Kernel, ...]) -> ComputeModel:
 
 
 def _gradients(ranks: Ranks, work: Work, dtype: str) -> Kernel:
-    """A block's, from where autograd leaves them to a buffer in fp32: copied, and added to its contents."""
+    """Measures a block's gradients on the way from autograd to a buffer in fp32: copied, and added to its contents."""
     shapes = [parameter.shape for parameter in Blocks(work.llama, 1).parameters()]
     left, far = [_random(ranks, dtype, shape) for shape in shapes], _Far(ranks, work, "fp32")
     copied = _seconds(lambda: torch._foreach_copy_([far.take(*shape) for shape in shapes], left), ranks)
@@ -210,12 +209,12 @@ def _gradients(ranks: Ranks, work: Work, dtype: str) -> Kernel:
 
 
 def _gradient_bytes(numel: int, dtype: str) -> int:
-    """Read and written where they are copied."""
+    """Bytes read and written by a copy of gradients."""
     return numel * (DTYPES[dtype].itemsize + _FP32_BYTES)
 
 
 def _optimizer(ranks: Ranks, elements: int, dtype: str) -> Kernel:
-    """With the cast of the changed parameters, where the model does not compute in fp32."""
+    """Includes the cast of the changed parameters, if the model does not compute in fp32."""
     params = [nn.Parameter(torch.zeros(elements, device=ranks.device))]
     params[0].grad = torch.ones_like(params[0])
     optimizer = torch.optim.AdamW(params, fused=True)

@@ -1,7 +1,7 @@
-"""Runs a task on all ranks: those of torchrun, processes started for it, or those that a caller starts.
+"""Runs a task on all ranks: those of torchrun, processes that this module starts, or those that a caller starts.
 
-A task is a function of a module, named as text, since fresh processes must find it. It gets `Ranks` and the options,
-and returns something that JSON can hold; rank 0's is the result.
+A task is a function of a module, named as text, since new processes must find it. It gets `Ranks` and the options, and
+returns a JSON value. The result is rank 0's.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _TIMEOUT_S = 24 * 3600.0
 
 
 def under_torchrun() -> bool:
-    """Whether this process is one of several that torchrun, or whoever sets its variables, has started. Raises
-    ConfigError if its variables are not complete, or another launcher has started several processes without them."""
+    """Whether torchrun, or a launcher that sets its variables, started this process as one of several. Raises
+    ConfigError if its variables are incomplete, or another launcher started several processes without them."""
     return Launched.of(os.environ) is not None
 
 
@@ -36,13 +36,13 @@ def is_first() -> bool:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """The mesh in `text`.
+    """Parses a mesh.
 
     >>> parse_mesh("cluster=2,node=4")
     {'cluster': 2, 'node': 4}
 
     Raises:
-        MeshError: not sizes by name.
+        MeshError: the text is not sizes by name.
     """
     mesh: dict[str, int] = {}
     for part in text.split(","):
@@ -58,7 +58,7 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def default_mesh(ranks: int) -> dict[str, int]:
-    """The levels of the launched ranks: under torchrun nodes of its local ranks, else one node of `ranks`."""
+    """Returns the levels of the launched ranks: under torchrun, nodes of its local ranks; else one node of `ranks`."""
     launched = Launched.of(os.environ)
     if launched is None:
         return {"node": ranks}
@@ -77,11 +77,11 @@ def on_all_ranks(
     *,
     start: Callable[[tuple[str, ...]], Sequence[RankResult]] | None = None,
 ) -> Any:
-    """Runs `task`, a "module:function", on every rank of `mesh`, with options that JSON can hold.
+    """Runs `task`, a "module:function", on every rank of `mesh`, with options that are JSON values.
 
-    Without `start`, which runs a command on ranks that know where to meet, they are on this machine. Returns rank 0's
-    result, and None on the other ranks of a torchrun. Raises InputError if the first rank that failed says that its
-    input is wrong; MeshError if the mesh has not as many ranks as there are; RanksFailedError if a rank failed
+    `start` runs a command on ranks that know where to meet; without it, ranks are processes on this machine. Returns
+    rank 0's result, and None on the other ranks of a torchrun. Raises InputError if the first rank that failed reports
+    wrong input; MeshError if the mesh has another number of ranks than there are; RanksFailedError if a rank failed
     otherwise.
     """
     launched = Launched.of(os.environ)
@@ -94,7 +94,7 @@ def on_all_ranks(
     whole = {"task": task, "mesh": dict(mesh), "options": dict(options)}
     with make_job(f"{__name__}:{run_task.__name__}", whole, local=start is None) as job:
         if start is None:
-            threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as torchrun does
+            threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # torchrun's default
             results: Sequence[RankResult] = run_ranks(
                 local_launches(job.command, prod(mesh.values()), threads), timeout_s=_TIMEOUT_S
             )
@@ -108,7 +108,7 @@ def on_all_ranks(
 
 
 def run_task(store_file: Path | None, *, task: str, mesh: Mesh, options: Mapping[str, Any]) -> Any:
-    """Runs `task` as the rank that the environment names; `store_file` as for `join_ranks`."""
+    """Runs `task` as the rank in the environment's variables; for `store_file` see `join_ranks`."""
     from functools import partial
 
     from zeromesh.launch.job import find_task

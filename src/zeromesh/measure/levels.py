@@ -1,8 +1,8 @@
-"""Finds the levels that join the ranks: their hosts, and groups of ranks that were measured to be close.
+"""Finds the levels that join the ranks: their hosts, and groups of ranks that are close by measurement.
 
-Pairs of ranks are measured inside the first host, which the others are taken to be like, and between the first ranks of
-hosts. A division of the ranks is a level if its parts are equal blocks of neighbouring ranks, as a mesh has them, and
-if it cuts the blocks of every coarser level into equal parts.
+Pairs of ranks are measured inside the first host, which stands for all hosts, and between the first ranks of hosts. A
+division of the ranks is a level if its parts are equal blocks of neighbouring ranks, as in a mesh, and if it divides
+the blocks of every coarser level into equal parts.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ from zeromesh.launch.ranks import Ranks
 from zeromesh.units import format_bytes
 
 RATIO = 2.0
-"""How much further all ranks of different parts must be from each other than any two of one part. Pairs of ranks on two
-loaded cores differ by up to 2.1 over one link, but not so that it divides them (gloo, 8 ranks, load of 10, November
-2026); links of two levels differ by more."""
+"""Ranks of different parts must be this many times as far apart as any two of one part. Pairs of ranks on two loaded
+cores differ by up to 2.1 over one link, but not in a way that divides them (gloo, 8 ranks, load of 10, November 2026).
+Links of two levels differ by more."""
 
 MOST = 16
-"""Ranks whose pairs are measured: 120 pairs take some seconds."""
+"""Limit for the ranks whose pairs are measured: 120 pairs take some seconds."""
 
 LONG_BYTES = 1 << 20
-"""Eight times as much as a shaped link lets pass at once after a pause, and little for one of 200 Mbit/s: 42 ms."""
+"""Eight times the bytes that a shaped link lets pass at once after a pause. A link of 200 Mbit/s takes only 42 ms."""
 
 MOST_TRIES = 8
 TRYING_S = 0.15
-"""For long messages between one pair, about; a slow link gets two."""
+"""Approximate time for long messages between one pair; a slow link gets two messages."""
 
 PINGS = 12
 
 Distances = Mapping[tuple[int, int], float]
-"""Pairs (lower, higher) of any value that is the same for all."""
+"""Seconds by pair (lower, higher)."""
 
 Parts = tuple[frozenset[int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Ranks in parts, equal for ranks of one part; `source` says so, for the cluster file."""
+    """Divides ranks into parts: ranks of one part have equal values. `source` names its origin, for the cluster
+    file."""
 
     source: str
     parts: tuple[Hashable, ...]
 
     @property
     def block(self) -> int:
-        """Ranks of a part, where all are equal blocks of neighbours; else 0."""
+        """Ranks of a part if all parts are equal blocks of neighbours, else 0."""
         world = len(self.parts)
         count = len(set(self.parts))
         size = world // count
@@ -63,8 +64,8 @@ class Partition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The levels of the launched ranks, as mesh: sizes by name, outermost first. `sources` tell where each comes from,
-    `missing` has a sentence for each level that could not be found, and for each find that is no level."""
+    """The levels of the launched ranks, as a mesh: sizes by name, outermost first. `sources` tells the origin of each.
+    `missing` has a sentence for each level that could not be found, and for each division that is not a level."""
 
     mesh: Mapping[str, int]
     sources: Mapping[str, str]
@@ -72,8 +73,8 @@ class Found:
 
 
 def find_levels(ranks: Ranks) -> Found:
-    """The levels of all ranks, the same on each; collective. Raises MeshError, on all ranks, if hosts have different
-    numbers of ranks, or ranks that are no neighbours."""
+    """Finds the levels of all ranks, the same on each. Collective. Raises MeshError, on all ranks, if hosts have
+    different numbers of ranks, or ranks that are not neighbours."""
     named: list[str] = [""] * ranks.world
     dist.all_gather_object(named, machine_id())
     machines = Partition(source="hosts of the ranks", parts=tuple(named))
@@ -92,7 +93,7 @@ def find_levels(ranks: Ranks) -> Found:
         Partition(source=by, parts=tuple(_part_of(rank // size * size, parts) for rank in range(ranks.world)))
         for by, parts in _measured(ranks, range(0, ranks.world, size), "first ranks of hosts", missing)
     ]
-    # A machine whose ranks are apart stands for several: an emulated cluster, or containers.
+    # A machine whose ranks are far apart stands for several: an emulated cluster, or containers.
     apart = [each.block for each in inside if hosts == 1]
     levels = levels_of(ranks.world, [machines, *inside, *above], node=max(apart, default=size))
     return Found(mesh=levels.mesh, sources=levels.sources, missing=(*missing, *levels.missing))
@@ -100,7 +101,7 @@ def find_levels(ranks: Ranks) -> Found:
 
 def _measured(ranks: Ranks, members: Sequence[int], who: str, missing: list[str]) -> list[tuple[str, Parts]]:
     if len(members) < 3:
-        return []  # two have one distance
+        return []  # two have a single distance
     if len(members) > MOST:
         missing.append(f"{len(members)} {who} are too many to measure in pairs (at most {MOST})")
         return []
@@ -124,10 +125,10 @@ def _part_of(member: int, parts: Parts) -> int:
 
 
 def measure_pairs(ranks: Ranks, members: Sequence[int]) -> tuple[Distances, Distances]:
-    """Seconds of a long message, and of a few bytes, between each two of `members`, one pair at a time; collective over
-    all ranks.
+    """Measures the seconds of a long message, and of a few bytes, between each two of `members`, one pair at a time.
+    Collective over all ranks.
 
-    The least of several, since all other events make a message later and never earlier.
+    It takes the least of several, since other events only delay a message.
     """
     pairs = list(combinations(members, 2))
     long = torch.zeros(LONG_BYTES // 4, device=ranks.device)
@@ -139,7 +140,7 @@ def measure_pairs(ranks: Ranks, members: Sequence[int]) -> tuple[Distances, Dist
             peer, first = one + other - ranks.rank, ranks.rank == one
             _there_and_back(word, word, peer, first, ranks)  # connections are made at first use
             tries = [_there_and_back(long, word, peer, first, ranks)]
-            count = torch.tensor([min(MOST_TRIES, TRYING_S / tries[0])])  # the first's, so that both try as often
+            count = torch.tensor([min(MOST_TRIES, TRYING_S / tries[0])])  # both use the first's
             count = count.to(ranks.device)
             dist.send(count, peer) if first else dist.recv(count, peer)
             tries += [_there_and_back(long, word, peer, first, ranks) for _ in range(max(1, int(count)))]
@@ -163,8 +164,8 @@ def _there_and_back(message: torch.Tensor, answer: torch.Tensor, peer: int, firs
 
 
 def close_parts(members: Sequence[int], distances: Distances) -> list[Parts]:
-    """Divisions of `members`, coarsest first, in which all of one part are clearly closer to each other than to others:
-    by `RATIO`, every pair. Neither all in one part nor each in its own is one."""
+    """Returns divisions of `members`, coarsest first, in which ranks are clearly closer to all of their part than to
+    any others: by the factor `RATIO`. Divisions with one part, or with one member per part, do not count."""
     found = []
     for threshold in sorted(set(distances.values()), reverse=True)[1:]:
         parts = _joined(members, distances, threshold)
@@ -192,8 +193,8 @@ def _joined(members: Sequence[int], distances: Distances, threshold: float) -> P
 
 
 def levels_of(world: int, partitions: Sequence[Partition], *, node: int) -> Found:
-    """The mesh of all divisions that fit into each other, in the order in which they are believed: the first that says
-    that some level is there is its source. The level called `node` and those inside it join the `node` ranks of a host.
+    """Makes a mesh of all divisions that fit into each other. They come in order of trust, and the first one with a
+    level is its source. The level called `node`, and those inside it, join the `node` ranks of a host.
     """
     sources: dict[int, Partition] = {}
     missing = []
@@ -221,7 +222,8 @@ def levels_of(world: int, partitions: Sequence[Partition], *, node: int) -> Foun
 
 
 def _names(inside: int, outside: int) -> list[str]:
-    """Innermost first: the outermost inside a machine is `node`, the one that joins all machines `cluster`."""
+    """Returns names of levels, innermost first. The outermost inside a machine is `node`; the one that joins all
+    machines is `cluster`."""
     inner = ["node", "package", *(f"package{index}" for index in range(2, inside))][:inside][::-1]
     outer = ["switch", *(f"switch{index}" for index in range(2, outside))][: max(0, outside - 1)]
     return [*inner, *outer, *(["cluster"] if outside else [])]

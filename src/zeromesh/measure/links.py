@@ -1,8 +1,8 @@
-"""Times this project's own collectives over each level of a mesh, on all groups of the level at once, as training does.
+"""Times this project's own collectives over each level of a mesh, on all groups of the level at once, as in training.
 
-Rounds go over operations and sizes in turn, so that a busy moment of the machine does not hit one size alone. A timing
-is the slowest rank's. The same is done again while every rank computes. On CPU the processor time that the transfer
-costs each rank is measured too: it is taken from the computation that the transfer runs beside.
+Rounds go over operations and sizes in turn, so that a busy moment of the machine does not affect only one size. A
+timing is the slowest rank's. Everything is repeated while every rank computes. On CPU, each rank's processor time for
+the transfer is measured as well: the computation beside it loses that time.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from zeromesh.strategy import Layout
 SMALLEST_BYTES = 1 << 14
 LARGEST_BYTES = 1 << 26
 LARGEST_ON_DEVICE_BYTES = 1 << 29
-"""NVLink comes to its rate with messages of hundreds of MiB."""
+"""NVLink reaches its rate with messages of hundreds of MiB."""
 LEAST_BYTES = 1 << 22
-"""A rate is not known before transfers are as long as a block of a model: shaped links let a short one pass at once."""
+"""A rate needs transfers as long as a block of a model: shaped links let a short one pass at once."""
 
 PATIENCE = 20.0
-"""How many times as long as it was to be a round may take."""
+"""A round may take this many times its planned time."""
 
 GROWTH = 4
 SHORTEST_SAMPLE_S = 2e-3
-"""Shorter calls are repeated within a sample: a barrier lets ranks go up to some 100 us apart."""
+"""Shorter calls are repeated within a sample: after a barrier, ranks start up to about 100 us apart."""
 
 LEAST_BESIDE = 6
-"""Rounds beside computation at least: each of its messages may wait for as long as a busy process may run."""
+"""Least number of rounds beside computation. Each of their messages may wait for as long as a busy process may run."""
 
 HOST_CALLS = 6
-"""Calls of which the processor's time is taken."""
+"""Least number of calls over which processor time is measured."""
 
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    """One operation at one size (`sent_bytes` by one rank), which a round times by so many repeats of `call`."""
+    """One operation at one size (`sent_bytes` by one rank). A round times `repeats` repeats of `call`."""
 
     operation: str
     sent_bytes: int
@@ -61,16 +61,16 @@ class _Sample:
 
 
 def measure_links(ranks: Ranks, *, rounds: int, seconds: float, patience: float = PATIENCE) -> dict[str, Any]:
-    """A task of `launch`: by level, innermost first, timings in seconds by operation and bytes sent, alone and beside
-    computation, and processor seconds per byte.
+    """A task of `launch`. Returns, by level from the innermost on, timings in seconds by operation and bytes sent,
+    without and beside computation, and processor seconds per byte.
 
     Args:
         rounds: samples of each size.
-        seconds: for each level, about.
-        patience: how many times as long a round may take, since messages have to be long enough.
+        seconds: approximate time for each level.
+        patience: a round may take this many times as long, since messages have to be long enough.
 
     Raises:
-        MeasurementError: on all ranks; it would take longer.
+        MeasurementError: on all ranks, if it would take longer.
     """
     layout = Layout.of(",".join(f"{name}=3" for name, _ in mesh_axes(ranks.mesh, ())), mesh_axes(ranks.mesh, ()))
     groups = make_groups(ranks.mesh, layout.axes)
@@ -92,10 +92,11 @@ def _measure_level(group: AxisGroup, ranks: Ranks, rounds: int, seconds: float, 
 def _beside_computation(
     samples: list[_Sample], ranks: Ranks, rounds: int, seconds: float
 ) -> dict[str, dict[int, list[float]]]:
-    """As `_timings`, while every rank computes; in fewer rounds where a scheduler lets messages wait for long.
+    """As `_timings`, while every rank computes; with fewer rounds if a scheduler makes messages wait.
 
-    On processor cores of the shortest messages alone: there predictions share the cores out and read a latency, and
-    long messages of ranks that have no core to themselves wait for seconds (4 ranks on 2 cores: 40 s a round).
+    On processor cores it times only the shortest messages. Predictions there divide the cores among ranks and need only
+    a latency. And long messages of ranks without a core to themselves wait for seconds (4 ranks on 2 cores: 40 s a
+    round).
     """
     shortest = {operation: min(s.sent_bytes for s in samples if s.operation == operation) for operation in OPERATIONS}
     once = [
@@ -111,7 +112,7 @@ def _beside_computation(
 
 
 def _timings(samples: list[_Sample], ranks: Ranks, rounds: int) -> dict[str, dict[int, list[float]]]:
-    """Seconds of each round by operation and bytes sent, of the slowest rank."""
+    """Returns the slowest rank's seconds in each round, by operation and bytes sent."""
     times = torch.zeros(len(samples), rounds, dtype=torch.float64)
     for index in range(rounds):
         for row, sample in enumerate(samples):
@@ -125,7 +126,7 @@ def _timings(samples: list[_Sample], ranks: Ranks, rounds: int) -> dict[str, dic
 
 @contextmanager
 def _computing(ranks: Ranks) -> Iterator[None]:
-    """Multiplies matrices in a thread, on a device in a stream of its own, for as long as the context is open."""
+    """Multiplies matrices in a thread while the context is open; on a device, in a separate stream."""
     ended = threading.Event()
     matrix = torch.randn(256, 256) if ranks.on_cpu else torch.randn(2048, 2048, device=ranks.device)
     stream = None if ranks.on_cpu else torch.Stream(ranks.device)
@@ -147,7 +148,8 @@ def _computing(ranks: Ranks) -> Iterator[None]:
 
 
 def _samples(group: AxisGroup, ranks: Ranks, budget_s: float, patience: float) -> Iterator[_Sample]:
-    """Sizes from small to large, to `LEAST_BYTES` and on as long as a round over all stays within the budget."""
+    """Yields samples of growing size, up to `LEAST_BYTES` and further as long as a round over all stays within the
+    budget."""
     workspace = torch.empty(workspace_bytes(group), dtype=torch.uint8, device=ranks.device)
     size, used_s, shortest_s = SMALLEST_BYTES, 0.0, 0.0
     largest = LARGEST_BYTES if ranks.on_cpu else LARGEST_ON_DEVICE_BYTES
@@ -162,7 +164,8 @@ def _samples(group: AxisGroup, ranks: Ranks, budget_s: float, patience: float) -
             yield _Sample(operation=operation, sent_bytes=sent, call=call, repeats=repeats)
         used_s += this_s
         shortest_s = shortest_s or once_s
-        # By the time of longer messages, since all wait for latencies alike; of some size, since those are noisy.
+        # Extrapolates the time of longer messages. Latencies are subtracted, since all sizes have them. Small sizes are
+        # skipped: their times are noisy.
         if LEAST_BYTES // 64 <= size < LEAST_BYTES and once_s > 2 * shortest_s:
             _require_time((once_s - shortest_s) / (size - SMALLEST_BYTES) * LEAST_BYTES, budget_s, patience)
         if size == largest or (size >= LEAST_BYTES and used_s + GROWTH * this_s > budget_s):
@@ -171,8 +174,8 @@ def _samples(group: AxisGroup, ranks: Ranks, budget_s: float, patience: float) -
 
 
 def _repeats(call: Call, ranks: Ranks) -> tuple[int, float]:
-    """How many calls a sample takes, and seconds of each: as many as it takes until the seconds that the barrier
-    adds do not count."""
+    """Returns the number of calls in a sample and the seconds of each. There are as many as make the barrier's seconds
+    negligible."""
     repeats = 1
     while True:
         once = _agreed(min(_timed(call, repeats, ranks) for _ in range(2)))
@@ -183,8 +186,8 @@ def _repeats(call: Call, ranks: Ranks) -> tuple[int, float]:
 
 
 def _require_time(round_s: float, budget_s: float, patience: float) -> None:
-    """Raises MeasurementError, on all ranks alike, where messages that are long enough take too much of it."""
-    if round_s > patience * max(budget_s, 0.5):  # half a second of noise says nothing
+    """Raises MeasurementError, on all ranks alike, if messages that are long enough take too much time."""
+    if round_s > patience * max(budget_s, 0.5):  # below half a second it may be noise
         raise MeasurementError(
             f"a round of messages of {LEAST_BYTES >> 20} MiB would take about {round_s:.0f} s, and is to take "
             f"{budget_s:.2g} s: a probe of so slow a link takes {round_s / budget_s:.0f} times the seconds of a level "
@@ -194,7 +197,7 @@ def _require_time(round_s: float, budget_s: float, patience: float) -> None:
 
 def _calls(group: AxisGroup, size: int, workspace: torch.Tensor, device: torch.device) -> dict[str, tuple[Call, int]]:
     chunk = size // 4 // group.size
-    region = torch.zeros(chunk * group.size, device=device)  # sums of it stay 0 again and again
+    region = torch.zeros(chunk * group.size, device=device)  # its sums stay 0
     out = torch.empty(chunk, device=device)
     sent = 4 * chunk * (group.size - 1)
     return {
@@ -205,8 +208,8 @@ def _calls(group: AxisGroup, size: int, workspace: torch.Tensor, device: torch.d
 
 
 def _timed(call: Call, repeats: int, ranks: Ranks) -> float:
-    """Seconds of one call on this rank, all ranks starting together."""
-    ranks.settle_stream()  # and not for products beside, on a stream of their own
+    """Seconds of one call on this rank; all ranks start together."""
+    ranks.settle_stream()  # does not wait for products in their own stream
     dist.barrier()
     start = time.perf_counter()
     for _ in range(repeats):
@@ -216,15 +219,15 @@ def _timed(call: Call, repeats: int, ranks: Ranks) -> float:
 
 
 def _agreed(seconds: float) -> float:
-    """The slowest rank's: decisions that follow from it must be the same on all."""
+    """Returns the slowest rank's value, since decisions that follow must be the same on all ranks."""
     value = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return float(value)
 
 
 def _host_seconds(samples: list[_Sample], ranks: Ranks) -> dict[str, float]:
-    """Processor seconds of one rank, all its threads, for each byte that it sends and for each call: a line through the
-    longest transfer and one of an eighth of it or less; the mean of all ranks and operations."""
+    """Processor seconds of one rank with all its threads, per byte that it sends and per call. They are a line through
+    the longest transfer and one of at most an eighth of it, averaged over ranks and operations."""
     slopes, calls = [], []
     for operation in sorted({sample.operation for sample in samples}):
         of_one = [sample for sample in samples if sample.operation == operation]

@@ -1,4 +1,4 @@
-"""A Llama of a few million parameters to train in measurements: the module of `transformers`, without that package."""
+"""A Llama of a few million parameters to train in measurements: the module of `transformers`, without that library."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from zeromesh.model.shape import TransformerShape
 
 
 def make_llama(size: str) -> Llama:
-    """A model of one of `SHAPES`, the same values on every rank."""
+    """Makes a model of one of `SHAPES`, with the same values on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Llama(SHAPES[size])
 
 
 class Blocks(nn.Module):
-    """Blocks alone: activations [batch, sequence, hidden] to the same."""
+    """Only blocks, from activations [batch, sequence, hidden] to the same."""
 
     def __init__(self, shape: TransformerShape, count: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Blocks(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids [batch, sequence] to logits [batch, sequence, vocabulary]."""
+    """A Llama from token ids [batch, sequence] to logits [batch, sequence, vocabulary]."""
 
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _Block(nn.Module):
 
 
 def _rotate(x: Tensor) -> Tensor:
-    """Rotary positions, angles computed anew: at these sizes a cached table is no faster."""
+    """Applies rotary positions. Angles are computed each time: at these sizes a cached table is no faster."""
     length, dim = x.shape[-2:]
     frequencies = 10000.0 ** (-torch.arange(0, dim, 2, device=x.device) / dim)
     angles = torch.arange(length, device=x.device)[:, None] * frequencies

@@ -1,4 +1,4 @@
-"""Rates of one rank's computation and memory while all others of its machine do the same."""
+"""Rates of one rank's computation and memory, while all others on its machine do the same."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from zeromesh.measure.work import DTYPES
 
 SAMPLE_S = 0.3
 _STEPPED, _STEPPED_HERE = 128 << 20, 8 << 20
-"""Elements of the optimizers' steps of a machine with devices, and of a rank without: more than caches hold, which on
-servers is up to a gigabyte. With states and gradients an element has 16 bytes."""
+"""Elements in optimizer steps: for a machine with devices, and for each rank without. They exceed caches, which have up
+to a gigabyte on servers; an element has 16 bytes with states and gradient."""
 
 
 def measure_machine(ranks: Ranks) -> dict[str, Any]:
-    """A task of `launch`: the device's name, memory and rates, the machine's memory, and cores for each rank on CPU.
+    """A task of `launch`. Returns the device's name, memory and rates, the machine's memory, and cores per rank on CPU.
 
-    Rates are the slowest rank's on devices, since all others wait for it; on CPU, where ranks share cores, the mean of
-    all. `by_rank` has every rank's.
+    On devices a rate is the slowest rank's, since all others wait for it. On CPU, where ranks share cores, it is the
+    mean. `by_rank` has every rank's.
     """
     machines: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(machines, machine_id())
@@ -72,8 +72,8 @@ def _copy_rates(ranks: Ranks) -> list[float]:
 
 
 def _host_copy_rates(ranks: Ranks) -> dict[str, float]:
-    """Bytes copied per second in each direction between device and registered memory, by the slowest rank: up and down
-    "at once", and each alone."""
+    """Bytes per second that the slowest rank copies in each direction between device and registered memory: in both
+    directions "at once", and in each separately."""
     num_bytes = 256 << 20
     arena = HostArena(2 * num_bytes, ranks.device)
     pairs = [(torch.empty(num_bytes, dtype=torch.uint8, device=ranks.device), arena.take(num_bytes, torch.uint8))]
@@ -93,8 +93,8 @@ def _host_copy_rates(ranks: Ranks) -> dict[str, float]:
 
 
 def _host_step_rates(ranks: Ranks, here: int) -> list[float]:
-    """Bytes per second, by the cost model's count, that an optimizer's step moves in the memory of a host of `here`
-    ranks."""
+    """Bytes per second, counted as in the cost model, that an optimizer's step moves in a host's memory; `here` ranks
+    share the host."""
     numel = _STEPPED_HERE if ranks.on_cpu else _STEPPED // here
     param = torch.nn.Parameter(torch.zeros(numel, device="cpu"))
     param.grad = torch.ones_like(param)
@@ -107,7 +107,7 @@ def _host_step_rates(ranks: Ranks, here: int) -> list[float]:
 
 
 def _product_rates(ranks: Ranks, dtype: torch.dtype) -> list[float]:
-    """FLOP/s of the square products, of a few sizes, that are the fastest on all ranks together."""
+    """FLOP/s of square products, of the size that is fastest on all ranks together."""
     found: list[list[float]] = []
     for dim in (256, 512, 1024) if ranks.on_cpu else (2048, 4096, 8192):
         flops = 2 * dim**3
@@ -119,7 +119,7 @@ def _product_rates(ranks: Ranks, dtype: torch.dtype) -> list[float]:
 
 
 def rates(call: Callable[[], object], amount: float, ranks: Ranks) -> list[float]:
-    """`amount` per second on each rank, all calling at once."""
+    """Returns `amount` per second on each rank, while all call at once."""
     call()
     ranks.settle()
     dist.barrier()

@@ -1,7 +1,7 @@
-"""A few steps of sharded training beside plain training of the same global batch, in fp64, on all ranks.
+"""Compares a few steps of sharded training with plain training of the same global batch, in fp64, on all ranks.
 
-Plain training holds the whole model on every rank and sums gradients with torch's own all-reduce; zeromesh has no part
-in it. So it costs as much on 4 ranks as on 4,096.
+Plain training holds the whole model on every rank and sums gradients with torch's own all-reduce, without zeromesh. So
+its cost does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MODEL = "tiny"
 
 
 def largest_difference(ranks: Ranks, strategy: str) -> float:
-    """Largest difference of any parameter after the steps, over the largest magnitude of that parameter.
+    """Returns the largest difference of any parameter after the steps, divided by that parameter's largest magnitude.
 
-    The whole parameters are held against each other on the first rank, and the figure is told to all.
+    The first rank compares the whole parameters, and tells all ranks the result.
     """
     sharded = zm.shard(
         make_llama(MODEL).double().to(ranks.device),
@@ -64,7 +64,7 @@ def _train_sharded(model: nn.Module, ranks: Ranks) -> None:
 
 @functools.cache
 def _trained_plainly(rank: int, world: int, device: torch.device) -> dict[str, Tensor]:
-    """Parameters after plain training: once for all strategies, as each rank asks for all of them."""
+    """Returns the parameters after plain training. It runs once for all strategies."""
     model = make_llama(MODEL).double().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):

@@ -1,5 +1,5 @@
-"""Which machine each rank of a mesh is on: agreed before anything is measured, since a probe of a mesh whose inner axis
-joins machines, while an outer one stays inside them, describes no cluster."""
+"""Checks which machine each rank of a mesh is on, before anything is measured. If an inner axis joins machines and an
+outer one stays inside them, a probe of the mesh describes no cluster."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from zeromesh.launch.device import fault_of
 
 
 def require_places(mesh: Mapping[str, int], store: Store, rank: int, world: int, *, machine: str | None = None) -> None:
-    """Compares the ranks' meshes, sizes by axis name, outermost first, with each other and with the machines that the
-    ranks are on; collective, over a store of this start alone. Raises MeshError on every rank where they differ."""
+    """Compares the ranks' meshes (sizes by axis name, outermost first) with each other, and with the machines that the
+    ranks are on. Collective, over a store for this start only. Raises MeshError on every rank if they do not agree."""
     own = list(mesh.items()), machine or machine_id()
 
     def judge(said: Sequence[Any]) -> str:
@@ -41,8 +41,8 @@ def _other_mesh(meshes: Sequence[Sequence[Sequence[object]]]) -> str:
 
 
 def wrong_order(mesh: Mapping[str, int], machines: Sequence[str]) -> str:
-    """The error if an axis joins machines, given by rank, while an outer one joins ranks of a machine; empty if there
-    is none."""
+    """Returns an error text if an axis joins machines, given by rank, while an outer one joins ranks of one machine;
+    else ""."""
     joins: dict[str, set[bool]] = defaultdict(set)
     inner_first = list(mesh.items())[::-1]
     for index, (name, size) in enumerate(inner_first):

@@ -1,4 +1,4 @@
-"""Measures a cluster: a rate and a latency for each level, a device, and the file that the planner reads."""
+"""Measures a cluster (a rate and a latency for each level, and the device) for the file that the planner reads."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ SECONDS_PER_LEVEL = 12.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelProbe:
-    """One level as measured, a rank's own view of it."""
+    """One level as measured, from a rank's view."""
 
     name: str
     size: int
-    fits: Mapping[str, Fit]  # of our all-gather, reduce-scatter and all-reduce, by bytes sent by one rank
-    host_s_per_byte: float | None  # processor seconds for each byte sent; None where the device has no part in it
-    host_call_s: float  # processor seconds of a collective besides
-    busy_latency_s: float | None  # of a whole short collective while the ranks compute; None likewise
-    curves: tuple[Curve, ...] = ()  # medians of timings, alone and beside computation, by bytes sent by one rank
+    fits: Mapping[str, Fit]  # for our all-gather, reduce-scatter and all-reduce, by bytes that one rank sends
+    host_s_per_byte: float | None  # processor seconds per byte sent; None if the device has no part in it
+    host_call_s: float  # further processor seconds of a collective
+    busy_latency_s: float | None  # of a whole short collective while the ranks compute; None as above
+    curves: tuple[Curve, ...] = ()  # medians of timings without and beside computation, by bytes that one rank sends
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate of one rank: a step gathers about as much as it reduces, so their times add."""
+        """The rate of one rank. A step gathers about as much as it reduces, so their times add."""
         return 2 / sum(1 / self.fits[operation].line.bytes_per_s for operation in SCATTERING)
 
     @property
@@ -57,7 +57,7 @@ class LevelProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A measured cluster: the file that the planner reads, and its measurements."""
+    """A measured cluster: its description, which goes to the planner's file, and the measurements."""
 
     cluster: Cluster
     levels: tuple[LevelProbe, ...]
@@ -65,7 +65,7 @@ class Probe:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Levels that could not be found, a sentence each."""
+        """Sentences on levels that could not be found."""
         return tuple(self.raw.get("found", {}).get("missing", ()))
 
     def require_trust(self) -> None:
@@ -84,17 +84,17 @@ def probe(
     seconds: float = SECONDS_PER_LEVEL,
     work: Work | None = None,
 ) -> Probe | None:
-    """Measures the ranks of `mesh`; None on ranks of a torchrun other than the first.
+    """Measures the ranks of `mesh`. Returns None on ranks of a torchrun other than the first.
 
     Args:
-        mesh: sizes by level, outermost first; None: the levels that the ranks find (`levels.find_levels`).
-        ranks: how many there are, where there is no mesh.
+        mesh: sizes by level, outermost first. None: the levels that the ranks find (`levels.find_levels`).
+        ranks: how many there are, if there is no mesh.
         rounds: timings of each size; at least 4.
-        seconds: for each level, about.
-        work: of a model, at whose shapes the devices are measured.
+        seconds: approximate time for each level.
+        work: a model's work, at whose shapes the devices are measured.
 
     Raises:
-        MeasurementError: too few rounds, or no time.
+        MeasurementError: there are too few rounds, or no time.
     """
     started = mesh or {"node": ranks}
     require_patience(rounds, seconds)
@@ -105,7 +105,7 @@ def probe(
 
 
 def require_patience(rounds: int, seconds: float) -> None:
-    """Raises MeasurementError for a probe of too few rounds or no time."""
+    """Raises MeasurementError if a probe has too few rounds or no time."""
     if rounds < 4:
         raise MeasurementError(f"a probe's spread takes at least 4 rounds, got {rounds}")
     if not seconds > 0:
@@ -121,8 +121,8 @@ def measure(
     find: bool = False,
     works: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The task of every rank, as `measure_links` has it: to `find` levels rather than take the mesh's, and to measure
-    devices at the shapes of models' works."""
+    """The task of every rank; for the arguments see `measure_links`. With `find`, it finds levels instead of taking the
+    mesh's. `works` are the models' works at whose shapes devices are measured."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from zeromesh.measure.kernels import measure_kernels
@@ -142,7 +142,7 @@ def measure(
 
 
 def from_raw(raw: Mapping[str, Any], mesh: Mesh, name: str) -> Probe:
-    """The probe of the ranks' measurements, over `mesh` or the levels that they have found."""
+    """Makes a probe from the ranks' measurements, over `mesh` or the levels that they found."""
     mesh = raw["found"]["mesh"] if "found" in raw else mesh
     levels = tuple(_level_probe(level, mesh[level], found) for level, found in raw["levels"].items())
     return Probe(cluster=_cluster(levels, raw, mesh, name), levels=levels, raw=raw)
@@ -200,14 +200,14 @@ def _cluster(levels: tuple[LevelProbe, ...], raw: Mapping[str, Any], mesh: Mesh,
 
 
 def _level(name: str, size: int, found: LevelProbe | None, inside: list[Level]) -> Level:
-    if found is None:  # a single member: nothing is ever sent, so any rate is as good
+    if found is None:  # a single member sends nothing, so any rate will do
         rate = inside[-1].bandwidth_bytes_per_s if inside else 1e9
         return Level(name=name, size=1, bandwidth_bytes_per_s=rate, latency_s=0.0, kind="loopback")
     host, beside, below = found.host_s_per_byte, found.busy_latency_s, prod(level.size for level in inside)
     return Level(
         name=name,
         size=size,
-        # All ranks of a member have sent at once; the file wants the rate out of the member.
+        # All ranks of a member have sent at once, and the file needs the member's total rate.
         bandwidth_bytes_per_s=found.bytes_per_s * below,
         latency_s=found.latency_s,
         kind="loopback",  # a rate of this kind is taken as it is, not as a data sheet's

@@ -1,12 +1,11 @@
-"""The first run on a new cluster: are numbers, bytes and memory right, and how fast are links and steps compared with
-predictions.
+"""The first run on a new cluster: checks numbers, bytes and memory, and compares links and steps with predictions.
 
-Parity, bytes and memory decide the verdict. Times are reported, and marked where they are unlikely: a cluster that
-others use may be slow without being wrong.
+Parity, bytes and memory decide the verdict. Times are only reported, and marked if they are unlikely: a shared cluster
+may be slow without being wrong.
 
-A check that raises ends the test, since ranks are out of step then: the findings so far, the check that ran and the
-error are the result. A bug report needs it most of all then. So the result file is there from the beginning, and
-the first rank writes it anew before each check: also where all processes are ended, it names the check that ran.
+A check that raises ends the test, since ranks are then out of step. The result has the findings so far, the check that
+ran and the error: just then a bug report needs it. So the result file exists from the beginning, and the first rank
+rewrites it before each check. Even if all processes are killed, it names the check that ran.
 """
 
 from __future__ import annotations
@@ -38,10 +37,11 @@ if TYPE_CHECKING:
     from zeromesh.launch.ranks import Ranks
 
 PARITY = 1e-9
-"""fp64 sums in another order differ by some 1e-13 after three steps of AdamW; a wrong summand by 1e-3 and more."""
+"""Allowed difference. fp64 sums in another order differ by about 1e-13 after three steps of AdamW; a wrong summand
+makes 1e-3 and more."""
 
 LIKELY = 0.25
-"""Predicted step times further off are marked."""
+"""Predicted step times that are off by more are marked."""
 
 
 SLOW = 0.9
@@ -50,7 +50,7 @@ SLOW = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One line of the result; its status is "ok", "failed", or "look": unlikely, and not a reason to fail."""
+    """One line of the result. Its status is "ok", "failed", or "look": unlikely, but no reason to fail."""
 
     name: str
     status: str
@@ -59,8 +59,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """All that a bug report needs: versions and devices, the checks as they were made, the probed cluster file's text
-    (empty on a single rank), and figures behind the checks."""
+    """Everything that a bug report needs: versions and devices, the checks as they were made, the text of the probed
+    cluster file (empty for a single rank), and the figures behind the checks."""
 
     environment: Mapping[str, Any]
     checks: tuple[Check, ...]
@@ -77,8 +77,8 @@ class Result:
 
 
 def strategies(mesh: Mesh) -> dict[str, str]:
-    """Layouts to try on a mesh, by name: every stage, and stages that differ between levels. The first one scatters
-    sums in place, which not every backend promises."""
+    """Returns layouts to try on a mesh, by name: every stage, and stages that differ between levels. The first one
+    scatters sums in place, which not every backend supports."""
     levels = list(mesh)[::-1]
     layouts = {f"all {stage}": dict.fromkeys(levels, stage) for stage in ("2", "0", "1", "3", "3d")}
     if sum(size > 1 for size in mesh.values()) > 1:
@@ -88,9 +88,9 @@ def strategies(mesh: Mesh) -> dict[str, str]:
 
 
 def selftest(mesh: Mesh, output: Path, *, steps: int = 6) -> Result | None:
-    """Runs all checks on the ranks of `mesh`, with so many timed steps of each strategy, and writes the result file;
-    None on ranks of a torchrun other than the first. Raises InputError if the file cannot be written, or the mesh is
-    not that of the ranks."""
+    """Runs all checks on the ranks of `mesh`, with `steps` timed steps of some strategies, and writes the result file.
+    Returns None on ranks of a torchrun other than the first. Raises InputError if the file cannot be written, or the
+    mesh does not match the ranks."""
     start = time.monotonic()
     if is_first():
         _note(output, _nothing(mesh), _begun("all ranks start"))
@@ -125,7 +125,7 @@ def _result(raw: Mapping[str, Any], checks: Sequence[Check], seconds: float, clu
 
 
 def _on_all_ranks(mesh: Mesh, output: Path, steps: int) -> Any:
-    """The result of `run`; if ranks could not be started or died, the result until then."""
+    """Returns the result of `run`; if ranks could not be started or died, the result until then."""
     try:
         return on_all_ranks("zeromesh.measure.selftest:run", {"steps": steps, "output": str(output.absolute())}, mesh)
     except InputError as error:
@@ -135,20 +135,20 @@ def _on_all_ranks(mesh: Mesh, output: Path, steps: int) -> Any:
     except Exception as error:
         if not is_first():
             raise
-        # A pipe, or /dev/null, does not give back its contents.
+        # A pipe, or /dev/null, does not return its contents.
         noted = json.loads(output.read_text()) if output.is_file() else _result(_nothing(mesh), (), 0.0, "").to_json()
         died = _failed("all ranks start, and live to the end", _words(error))
         return {**noted["raw"], "environment": noted["environment"], "checks": [*noted["checks"], died]}
 
 
 def _note(output: Path, found: Mapping[str, Any], last: dict[str, str]) -> None:
-    """Writes the result as it is if nothing follows."""
+    """Writes the result for the case that nothing follows."""
     checks = [Check(**check) for check in (*found["checks"], last)]
     _write(output, _result(found, checks, 0.0, ""))
 
 
 def _write(output: Path, result: Result) -> None:
-    """Whole, or not at all; raises InputError where the file cannot be written."""
+    """Writes the file completely or not at all. Raises InputError if it cannot be written."""
     text, output = json.dumps(result.to_json(), indent=1) + "\n", output.resolve()
     try:
         if output.exists() and not output.is_file():  # a pipe, say, is not replaced
@@ -179,14 +179,14 @@ def _words(error: Exception) -> str:
 
 
 def run(ranks: Ranks, *, steps: int, output: str) -> dict[str, Any]:
-    """The task of every rank. A check that raises ends it, as the last; `output` always has the findings so far."""
+    """The task of every rank. A check that raises ends it, and is its last. `output` always has the findings so far."""
     mesh = dict(zip(ranks.mesh.mesh_dim_names or (), ranks.mesh.shape, strict=True))
     found = _nothing(mesh)
     doing = "environment"
     try:
         for doing, work in _work(ranks, mesh, steps, found):
             if ranks.rank == 0:
-                with suppress(InputError):  # of a disk that is full by now the end will tell
+                with suppress(InputError):  # if the disk is full, the end of the test will report it
                     _note(Path(output), found, _begun(doing))
             work()
     except Exception as error:
@@ -194,12 +194,12 @@ def run(ranks: Ranks, *, steps: int, output: str) -> dict[str, Any]:
         ranks.kept.append(error)
         found["checks"].append(_failed(doing, _all_words(ranks, error)))
         if not ranks.on_cpu and ranks.rank:
-            raise  # the first rank may stand in a collective that only this rank's end will end
+            raise  # the first rank may be in a collective that only this rank's end will end
     return found
 
 
 def _work(ranks: Ranks, mesh: Mesh, steps: int, found: dict[str, Any]) -> Iterator[tuple[str, Callable[[], object]]]:
-    """All that is to be done, in order, each with a name; its findings go into `found`."""
+    """Yields all checks in order, each with a name. Findings go into `found`."""
     import torch.distributed as dist
 
     from zeromesh.launch.device import SHARE
@@ -218,13 +218,14 @@ def _work(ranks: Ranks, mesh: Mesh, steps: int, found: dict[str, Any]) -> Iterat
         yield "links", lambda: found.update(probe=patient())
     for text in list(layouts.values())[-3:] if timed and ranks.world > 1 else []:
         yield f"time, {text}", partial(_time, ranks, text, steps, found["steps"])
-    yield "the end of all ranks", dist.barrier  # so that the first hears of one that failed in its last check
+    yield "the end of all ranks", dist.barrier  # so that the first learns of a rank that failed in its last check
 
 
 def _all_words(ranks: Ranks, error: Exception) -> str:
-    """This rank's error, after those of ranks that failed before it.
+    """Returns this rank's error, after those of ranks that failed before it.
 
-    A rank speaks before it leaves, and others fail because it has left: the first rank finds the cause here.
+    A rank stores its error before it leaves, and others fail because it has left. So the first rank finds the cause
+    here.
     """
     from torch.distributed import distributed_c10d
 
@@ -244,7 +245,7 @@ def _timed_batch() -> Batch:
 
 
 def environment(ranks: Ranks, mesh: Mesh) -> dict[str, Any]:
-    """Versions and hardware, as rank 0 sees them, with the names of all hosts."""
+    """Returns versions and hardware, as rank 0 sees them, with the names of all hosts."""
     import torch
     import torch.distributed as dist
 
@@ -270,7 +271,7 @@ def environment(ranks: Ranks, mesh: Mesh) -> dict[str, Any]:
 
 
 def _here(mesh: Mesh) -> dict[str, Any]:
-    """The facts that this process knows before it has met the others."""
+    """Facts that this process knows without the others."""
     return {
         **read_setting(),
         "device": "unknown",
@@ -286,7 +287,7 @@ def _here(mesh: Mesh) -> dict[str, Any]:
 
 
 def _exact(ranks: Ranks, title: str, strategy: str) -> Iterator[tuple[str, Callable[[], tuple[bool, str]]]]:
-    """The checks that decide the verdict: numbers, bytes, memory."""
+    """Yields the checks that decide the verdict: numbers, bytes, memory."""
     from zeromesh.measure.parity import largest_difference
     from zeromesh.measure.steps import Training
 
@@ -314,7 +315,7 @@ def _parity(difference: float) -> tuple[bool, str]:
 
 
 def _accounts(training: Any) -> tuple[bool, str]:
-    """Bytes that were sent and are held, beside those of the schedule: the mean of all ranks, and the worst."""
+    """Compares bytes sent and held with the schedule's: the mean over ranks, and the worst."""
     import torch
     import torch.distributed as dist
 
@@ -324,7 +325,7 @@ def _accounts(training: Any) -> tuple[bool, str]:
     with zm.traffic_report(training.model, micro_batches=len(training.data)) as traffic:
         training.step()
     lines = traffic.lines()
-    # The last chunks of an all-reduce may be shorter, or empty, so that ranks send different amounts.
+    # The last chunks of an all-reduce may be shorter, or empty, so ranks send different amounts.
     sent = torch.tensor([line.sent_bytes for line in lines], dtype=torch.float64)
     dist.all_reduce(sent)
     means = (sent / dist.get_world_size()).tolist()
@@ -353,7 +354,8 @@ def _probed(found: Probe) -> Iterator[Check]:
 
 
 def _devices(machine: Mapping[str, Any]) -> Check:
-    """One that is slower than its like makes all ranks wait. Ranks that share cores are not held to it."""
+    """Marks a device that is slower than the others, since all ranks wait for it. Ranks that share cores are not
+    marked."""
     found, slow = [], False
     for what, rates in machine["by_rank"].items():
         least, usual = min(rates), statistics.median(rates)

@@ -13,11 +13,12 @@ from typing import Any
 import zeromesh
 
 OTHERS = ("torch", "triton", "transformers", "accelerate", "peft", "trl", "lightning", "deepspeed")
-"""Whose versions are told where they are installed."""
+"""Packages whose versions are listed if they are installed."""
 
 
 def read_setting() -> dict[str, Any]:
-    """Versions, machine, time, and its load over 1, 5 and 15 minutes: above the number of cores, seconds say little."""
+    """Versions, machine, time and load over 1, 5 and 15 minutes. If the load is above the number of cores, timings say
+    little."""
     return {
         "zeromesh": zeromesh.__version__,
         "python": sys.version.split()[0],
@@ -31,7 +32,7 @@ def read_setting() -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """The processor's model, or its architecture where the system does not say."""
+    """The processor's model, or its architecture if the system does not tell."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

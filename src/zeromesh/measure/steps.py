@@ -1,7 +1,8 @@
-"""Training steps of a small Llama: measured by the engine's recorder, and predicted from a probe.
+"""Training steps of a small Llama: measured with the engine's recorder, and predicted from a probe.
 
-The prediction is the planner's: the model and the probed cluster, and never a time that the predicted steps have taken.
-Recording costs a CPU step up to a tenth. So steps are timed without the recorder; it only says how a step divides.
+The prediction is the planner's, from the model and the probed cluster. It uses no time of the steps that it predicts.
+Recording costs up to a tenth of a step on CPU. So steps are timed without the recorder, which only tells how a step
+divides.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Batch:
 
     @property
     def work(self) -> Work:
-        """The work that a probe measures for it."""
+        """The work that a probe measures for this batch."""
         return Work.of(self.spec, dtypes=(self.dtype,), sequences=self.sequences, tokens=self.tokens)
 
 
@@ -89,7 +90,8 @@ class Training:
         self.optimizer.zero_grad()
 
     def timed(self, count: int, before: Callable[[], object] = lambda: None) -> list[float]:
-        """Seconds of `count` steps, one after the other; `before` is called before each and not counted."""
+        """Returns the seconds of `count` steps, one after the other. `before` is called before each and does not
+        count."""
         seconds = []
         for _ in range(count):
             before()
@@ -100,7 +102,7 @@ class Training:
         return seconds
 
     def recorded(self, count: int, before: Callable[[], object] = lambda: None) -> tuple[Trace, ...]:
-        """Traces of `count` steps in steady state; `before` is called before each."""
+        """Returns traces of `count` steps in steady state. `before` is called before each."""
         import zeromesh as zm
 
         with zm.record_trace(self.model) as recording:
@@ -113,23 +115,24 @@ class Training:
 def measure_round(
     training: Training, *, steps: int, recorded: int, mark: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """Measures steps of a model that has taken at least one, in which the engine has learnt the order of its units:
-    so many are timed, and so many recorded after them; `mark` is called before and after all, while none is under way.
+    """Measures steps of a model that has taken at least one, so that the engine knows the order of its units. Times
+    `steps` steps, then records `recorded` further ones. `mark` is called before and after everything, while no step
+    runs.
 
-    Returns seconds of each timed step, waits of each recorded one and bytes that a rank sends by axis (all means over
-    the ranks, which wait for each other and so take the same time in the long run), model state in bytes, this rank's
-    events by recorded step, and how many steps lie between the marks.
+    Returns seconds of each timed step, waits of each recorded one and bytes that a rank sends by axis. These are means
+    over the ranks, which wait for each other and so take the same time in the long run. Also model state in bytes, this
+    rank's events by recorded step, and the number of steps between the marks.
     """
     import torch.distributed as dist
 
     import zeromesh as zm
     from zeromesh.engine.api import engine_of
 
-    engine_of(training.model).at_rest(follow=True)  # refreshes of the last step before would be counted
+    engine_of(training.model).at_rest(follow=True)  # refreshes of the last step would be counted
     dist.barrier()
     mark()
     with zm.traffic_report(training.model, micro_batches=len(training.data)) as traffic:
-        step_s = training.timed(steps + 1)[1:]  # the first waits for no refresh, since none is under way
+        step_s = training.timed(steps + 1)[1:]  # the first one waits for no refresh, since none is under way
     traces = training.recorded(recorded) if recorded else ()
     mark()
     lines = traffic.lines(steps + 1)
@@ -155,7 +158,7 @@ def _means(values: Iterable[float]) -> list[float]:
 
 
 def to_json(trace: Trace) -> dict[str, Any]:
-    """A trace for a result file; `from_json` is its inverse."""
+    """Converts a trace for a result file; `from_json` is its inverse."""
     return {"label": trace.label, "events": [asdict(event) for event in trace.events]}
 
 
@@ -167,7 +170,7 @@ def from_json(data: Mapping[str, Any]) -> Trace:
 
 
 def planned(strategy: str, cluster: Cluster, batch: Batch, *, record: bool = False) -> Simulation:
-    """The step that `measure_round` measures, as the planner predicts it on the probed cluster."""
+    """Simulates the step that `measure_round` measures, as the planner predicts it on the probed cluster."""
     workload = FixedWorkload(
         seq_len=batch.tokens,
         global_batch_tokens=batch.sequences * batch.tokens * batch.micro_batches * cluster.world,
@@ -178,5 +181,5 @@ def planned(strategy: str, cluster: Cluster, batch: Batch, *, record: bool = Fal
 
 
 def median_step(traces: Sequence[Trace]) -> Trace:
-    """The trace whose step is the (lower) median."""
+    """Returns the trace whose step is the (lower) median."""
     return sorted(traces, key=lambda trace: trace.step_s)[(len(traces) - 1) // 2]

@@ -1,4 +1,5 @@
-"""The work of a model's micro-batch, to measure a device with, and the models that measurements train. Torch-free."""
+"""The work of a model's micro-batch, by which a device is measured, and the models that measurements train.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def llama_shape(hidden: int, ffn: int, layers: int, heads: int, vocab: int = 512
     )
 
 
-SHAPES = {  # whose heads are not tied to their embeddings
+SHAPES = {  # their heads are not tied to their embeddings
     "tiny": llama_shape(64, 172, layers=3, heads=2, vocab=128),
     "1M": llama_shape(128, 344, layers=5, heads=4),
     "7M": llama_shape(256, 688, layers=8, heads=4),
@@ -32,34 +33,34 @@ SHAPES = {  # whose heads are not tied to their embeddings
 }
 
 DTYPES = ("fp32", "bf16")
-"""That kernels can be measured in."""
+"""Dtypes in which kernels can be measured."""
 
 MEASURED = ("eager", "compiled")
-"""The names of `zeromesh.model.shape.KERNELS` that torch alone can run; the others are libraries."""
+"""The names in `zeromesh.model.shape.KERNELS` that torch can run without other libraries."""
 
 MOST_ELEMENTS = 1 << 25
-"""That an optimizer is measured on: more takes as long for each."""
+"""Most elements for measuring an optimizer: with more, each takes as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Shapes of one micro-batch of a model; elementwise kernels are measured on a Llama's blocks of the same sizes."""
+    """Shapes of one micro-batch of a model. Elementwise kernels are measured on a Llama's blocks of the same sizes."""
 
     name: str
     dtypes: tuple[str, ...]  # to measure
     sequences: int
-    tokens: int  # of a sequence
+    tokens: int  # per sequence
     hidden: int
     ffn: int
     heads: int
     head_dim: int
-    products: tuple[tuple[float, int, int], ...]  # (rows of a token, inner, outer) of all products
+    products: tuple[tuple[float, int, int], ...]  # (rows per token, inner, outer) of each
     elements: int  # of all parameters
-    kernels: str = "eager"  # of that Llama's blocks; one of `MEASURED`
+    kernels: str = "eager"  # kernels of that Llama's blocks; one of `MEASURED`
 
     @classmethod
     def of(cls, spec: ModelSpec, *, dtypes: Sequence[str], sequences: int, tokens: int, kernels: str = "eager") -> Self:
-        """The work of `spec`. Raises InputError for a dtype or kernels that cannot be measured, no block with
+        """Returns the work of `spec`. Raises InputError for a dtype or kernels that cannot be measured, no block with
         attention, or no tokens."""
         if kernels not in MEASURED:
             raise InputError(f"--kernels of a probe must be {one_of(kernels, MEASURED)}")
@@ -88,18 +89,18 @@ class Work:
 
     @property
     def llama(self) -> TransformerShape:
-        """One block of these sizes."""
+        """A Llama of one block of these sizes."""
         return llama_shape(self.heads * self.head_dim, self.ffn, layers=1, heads=self.heads, vocab=self.head_dim)
 
     @property
     def block_params(self) -> int:
-        """That block's: four square and three feed-forward weights and two norms."""
+        """Parameters of that block: four square and three feed-forward weights, and two norms."""
         hidden, ffn = self.llama.hidden, self.llama.ffn
         return 4 * hidden**2 + 3 * hidden * ffn + 2 * hidden
 
     @property
     def all_products(self) -> tuple[tuple[float, int, int], ...]:
-        """The model's, and that block's."""
+        """The model's products, and those of that block."""
         hidden, ffn = self.llama.hidden, self.llama.ffn
         own = {(1.0, hidden, hidden), (1.0, hidden, ffn), (1.0, ffn, hidden)}
         return tuple(sorted({*self.products, *own}))
@@ -110,13 +111,13 @@ class Work:
         return 2.0 * self.sequences * self.tokens * self.block_params
 
     def capped(self, most_flops: float) -> Self:
-        """The same with fewer tokens, so that the forward of a block takes no more FLOPs than that."""
+        """Returns a copy with fewer tokens, so that a block's forward takes at most `most_flops`."""
         total = max(1, min(self.sequences * self.tokens, int(most_flops / (2 * self.block_params))))
         tokens = min(self.tokens, total)
         return replace(self, tokens=tokens, sequences=max(1, total // tokens))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `asdict`, whose tuples JSON makes lists."""
+        """The inverse of `asdict`; JSON has made its tuples lists."""
         lists = {"dtypes": tuple(data["dtypes"]), "products": tuple(tuple(one) for one in data["products"])}
         return cls(**(dict(data) | lists))

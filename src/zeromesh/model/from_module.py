@@ -1,8 +1,8 @@
-"""Reads any `nn.Module`: run on fake tensors, twice, since some terms grow with the sequence. Imports torch.
+"""Reads any `nn.Module` by running it on fake tensors, twice, since some terms grow with the sequence. Imports torch.
 
-FLOPs are torch's own count of each operation (torch.utils.flop_counter); activation bytes are those that
-autograd's saved-tensor hooks see, each storage once. FakeTensorMode runs on shapes alone; the small values that a model
-asks for, and how they are known, are `module_values`'s.
+FLOPs are torch's own count of each operation (torch.utils.flop_counter). Activation bytes are those that autograd's
+saved-tensor hooks see, each storage once. FakeTensorMode runs on shapes only; `module_values` provides the small values
+that a model asks for.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ _CODES = {dtype: name for name, dtype in FROZEN_DTYPES.items()}
 Measured = dict[str, UnitTrace]
 
 SHORT = ((61, 31), (17, 7), (3, 2))
-"""Lengths of a sequence at which a module runs that computes one token after another: the first that take few enough
-operations. Primes, as `_prime` says. A part that does not grow with the tokens (the padding of a convolution) counts
-for 1/61, 1/17 or 1/3 of each."""
+"""Sequence lengths for modules that compute one token after another; the first pair that takes few enough operations is
+used. They are primes for the reason in `_prime`. A part that does not grow with the tokens (the padding of a
+convolution) counts in full for each 61, 17 or 3 tokens."""
 
 OWN_OPERATIONS = 300
-"""Most operations of one call, without its children's. With more, and more than two a token, a module is a scan. A loop
-over as many experts is taken for one too; its work for a token is the same in short sequences."""
+"""Most operations of one call, without its children's. A module with more, and with more than two per token, is a scan.
+A loop over as many experts also counts as one; its work per token is the same in short sequences."""
 
 ALL_OPERATIONS = 100_000
-"""Most operations of a forward: 12 s of a processor (November 2026). With more, the model counts as a scan too."""
+"""Most operations of a forward: 12 s on one processor (November 2026). With more, the model counts as a scan."""
 
 
 def from_factory(text: str, *, seq_len: int | None, dtype: str = "bf16") -> ModelSpec:
-    """The model that `package.module:function` returns, built and run on fake tensors, with computation and activations
-    in `dtype`.
+    """Reads the model that `package.module:function` returns: builds it and runs it on fake tensors, with computation
+    and activations in `dtype`.
 
-    The function takes no argument and returns a module, or (module, inputs) with inputs a tuple or a dictionary of
-    tensors of shape [1, seq_len, ...]. Raises ModelError if it cannot be imported, called, or run, or its inputs have
+    The function takes no argument. It returns a module, or (module, inputs) with inputs a tuple or dictionary of
+    tensors of shape [1, seq_len, ...]. Raises ModelError if it cannot be imported, called or run, or its inputs have
     another length.
     """
     seq_len = required(seq_len)
@@ -84,8 +84,8 @@ def from_factory(text: str, *, seq_len: int | None, dtype: str = "bf16") -> Mode
 def from_module(
     module: nn.Module, *, seq_len: int, dtype: str = "bf16", inputs: Any = None, name: str | None = None
 ) -> ModelSpec:
-    """The description of a module that exists; its parameters are neither read nor changed. `inputs` are a tuple or
-    dictionary of tensors [1, seq_len, ...]; default: token ids, and labels where the module takes them."""
+    """Describes an existing module; its parameters are neither read nor changed. `inputs` are a tuple or dictionary of
+    tensors [1, seq_len, ...]. Default: token ids, and labels if the module takes them."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = _fake_copy(module, DTYPES[dtype])
         name = name or type(module).__name__
@@ -93,7 +93,8 @@ def from_module(
 
 
 def required(seq_len: int | None) -> int:
-    """The length of the sequence that a module is run on, which nothing but the user says."""
+    """Returns the sequence length to run a module on. Raises ModelError if the user gave none, since nothing else
+    defines it."""
     if seq_len is None:
         raise ModelError("seq_len is required, the tokens of a sequence: this model is read by a run on that many")
     return seq_len
@@ -113,14 +114,14 @@ def _find(text: str) -> Any:
 
 
 def _fake_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A structural copy whose tensors are fake; tied parameters stay tied, since the memo holds each once."""
+    """Copies a module with fake tensors. Tied parameters stay tied, since the memo holds each once."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         fake = torch.empty(tensor.shape, dtype=dtype if tensor.dtype in DTYPE_NAMES else tensor.dtype)
         memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
     try:
         return copy.deepcopy(module, memo)
-    except Exception as error:  # anything that the user's module holds
+    except Exception as error:  # the user's module may hold anything
         raise ModelError(
             f"{type(module).__name__} cannot be copied without its values ({type(error).__name__}: {error}): give a "
             "module that has not run, and holds nothing but parameters, buffers and plain values"
@@ -128,9 +129,9 @@ def _fake_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _read(module: nn.Module, values: KnownValues, *, name: str, inputs: Any, seq_len: int, dtype: str) -> ModelSpec:
-    module = without_recomputation(module)  # its savings and costs are added to this
+    module = without_recomputation(module)  # recomputation is added to the spec instead
     module.train()
-    values.assumed.clear()  # those of the module's construction
+    values.assumed.clear()  # forgets those of the module's construction
     units = cut(module)
     if inputs is None:
         runs = _token_runs(module, units, values, seq_len)
@@ -154,10 +155,11 @@ def _read(module: nn.Module, values: KnownValues, *, name: str, inputs: Any, seq
 def _token_runs(
     module: nn.Module, units: Sequence[CutUnit], values: KnownValues, seq_len: int
 ) -> list[tuple[int, Measured]]:
-    """Runs of two lengths: the sequence's and half of it, or short ones of a module that computes one token after
-    another, as a scan without its kernel, since its work grows in line with the tokens.
+    """Runs two lengths: the sequence's and half of it. A module that computes one token after another (a scan without
+    its kernel) runs short ones instead, since its work is proportional to the tokens.
 
-    Primes first; a module that takes none, or is quicker with the very lengths (chunks), gets these, or the first one.
+    Primes come first. If the module accepts none, or needs fewer operations with the very lengths (chunks), it runs
+    these, or only the first.
     """
 
     def run(lengths: Sequence[int], most: Most | None) -> list[tuple[int, Measured]]:
@@ -186,7 +188,7 @@ def _token_runs(
 
 
 def token_inputs(module: nn.Module, seq_len: int) -> Mapping[str, Any]:
-    """Default inputs of a module: ids of one plain token, also as labels."""
+    """Returns default inputs of a module: ids of one ordinary token, also as labels."""
     config = getattr(module, "config", None)
     with unset_fake_temporarily():
         ids = torch.full((1, seq_len), _plain_token(module, config))
@@ -194,19 +196,19 @@ def token_inputs(module: nn.Module, seq_len: int) -> Mapping[str, Any]:
         return {"*": (ids,)}
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}  # a transformers model
     if getattr(config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = ids  # else it would shift the labels, by tokens that few configs name
+        inputs["decoder_input_ids"] = ids  # else it would shift the labels by special tokens, which few configs name
     return inputs
 
 
 def _plain_token(module: nn.Module, config: Any) -> int:
-    """An id that means nothing to the model: padding would be masked."""
+    """Returns an id without special meaning, since padding, for example, would be masked."""
     fields = config.to_dict() if hasattr(config, "to_dict") else {}
     special = {value for key, value in fields.items() if key.endswith("token_id") and isinstance(value, int)}
     return next((token for token in range(_vocab(module) - 1) if token not in special), 0)
 
 
 def _prime(limit: int) -> int:
-    """The largest prime up to `limit`, so that no activation has as many elements as a weight: the trace knows weight
+    """The largest prime up to `limit`. With primes no activation is as large as a weight: the trace finds weight
     gradients by their size."""
     return next((n for n in range(limit, 1, -1) if all(n % d for d in range(2, math.isqrt(n) + 1))), 1)
 
@@ -266,7 +268,7 @@ def _tensor(key: str, parameter: nn.Parameter, unit: CutUnit, products: Sequence
 
 
 def _active_share(parameter: nn.Parameter, products: Sequence[Product], tokens: int) -> float:
-    """The share of its elements that one token meets: less than 1 for a stack of experts' weights."""
+    """The share of the parameter's elements that one token uses: less than 1 for a stack of experts' weights."""
     met = [p.rows * p.count * p.inner * p.outer for p in products if p.weight == storage_of(parameter)]
     return min(1.0, sum(met) / tokens / parameter.numel()) if met else 1.0
 
@@ -292,8 +294,9 @@ def _matmul(product: Product, tokens: int, frozen: set[int]) -> MatmulSpec:
 
 
 def _attention(name: str, runs: Sequence[tuple[int, Measured]]) -> AttentionSpec | None:
-    """One term for the products of activations with one another whose FLOPs per token grow with the sequence. The rest,
-    as of windows and linear attention, grows in line with it, and so do those written out beside fused ones, nearly."""
+    """Returns one term for products of activations with each other whose FLOPs per token grow with the sequence. Other
+    such products (windows, linear attention) grow in proportion to the sequence, and so, nearly, do those written out
+    beside fused ones."""
     seq_len, measured = runs[0]
     kind = "fused" if measured[name].fused.heads else "written"
     found: AttentionTrace = getattr(measured[name], kind)
@@ -326,20 +329,20 @@ def _activations(unit: CutUnit, runs: Sequence[tuple[int, Measured]]) -> Activat
         saved_none=saved,
         saved_selective=PerToken(constant=kept / seq_len) if block else saved,
         saved_full=PerToken() if block else saved,
-        # the gradient that arrives at a block was there before its peak was noted
+        # the gradient that arrives at a block existed before its peak was noted
         working=peak + PerToken(constant=output) if block else peak,
         elementwise=_per_token([(length, traces[unit.name].elementwise_bytes) for length, traces in runs]),
     )
 
 
 def _per_token(points: Sequence[tuple[int, float]]) -> PerToken:
-    """The line through bytes per token at one or two sequence lengths."""
+    """Fits a line through bytes per token at one or two sequence lengths."""
     constant, slope = _line([(length, total / length) for length, total in points])
     return PerToken(constant=constant, per_context=slope)
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Height and slope through one or two points, nowhere falling."""
+    """Returns height and slope of the line through one or two points; the slope is never negative."""
     (long, at_long), *rest = points
     if not rest or rest[0][0] == long:
         return at_long, 0.0
@@ -349,7 +352,7 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _with_inputs(specs: list[UnitSpec]) -> list[UnitSpec]:
-    """A block that recomputes keeps its input, which is the output of the unit before it."""
+    """Adds to each block its input, which it keeps if it recomputes: the output of the unit before it."""
     done = specs[:1]
     for before, unit in pairwise(specs):
         if unit.kind is UnitKind.BLOCK:
@@ -362,14 +365,14 @@ def _with_inputs(specs: list[UnitSpec]) -> list[UnitSpec]:
 
 
 def _grouped(specs: list[UnitSpec]) -> list[UnitSpec]:
-    """Equal blocks that follow one another as one spec; work of the first of a row alone (rotary tables) is kept."""
+    """Merges equal consecutive blocks into one spec. A first block with extra work (rotary tables) stays separate."""
     groups: list[list[UnitSpec]] = []
     for spec in specs:
         if groups and _alike(groups[-1][-1], spec):
             groups[-1].append(spec)
         else:
             groups.append([spec])
-    # The last one is the typical one: the first also holds all that they share.
+    # The last one is typical. The first also holds tensors that all share.
     return [replace(group[-1], name=group[0].name, count=len(group)) for group in groups]
 
 

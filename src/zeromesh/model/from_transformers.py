@@ -1,5 +1,5 @@
-"""Reads the `config.json` of any model that transformers knows: built without values, and run on fake tensors. Imports
-torch and transformers."""
+"""Reads the `config.json` of any model that transformers knows: builds it without values, and runs it on fake tensors.
+Imports torch and transformers."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ HEADS = (AutoModelForSeq2SeqLM, AutoModelForMaskedLM, AutoModelForCausalLM)
 def from_architecture(
     config: Mapping[str, Any], *, name: str, where: str, seq_len: int | None, dtype: str = "bf16"
 ) -> ModelSpec:
-    """The model that a config, already read, with its `model_type`, describes, with the head that it is trained with,
-    where it has one. It is run on a sequence of `seq_len` tokens; `where` opens messages. Raises ModelError if
-    transformers does not know the type, cannot build it, or it does not run on token ids."""
+    """Describes the model of a config that has been read and has a `model_type`, with its training head, if there is
+    one. It is run on a sequence of `seq_len` tokens; `where` begins messages. Raises ModelError if transformers does
+    not know the type or cannot build it, or if the model does not run on token ids."""
     with torch.device("meta"):
         module = _build(dict(config), where)
     try:
@@ -49,10 +49,10 @@ def from_architecture(
 
 
 def _positions(module: nn.Module) -> int | None:
-    """Positions in the module's table of them; None where it has none, as with rotary ones.
+    """The number of rows in the module's position table; None if it has none, as with rotary positions.
 
-    A table is an embedding of as many rows as the config has positions, a few more where rows are set apart. Run on
-    shapes, a lookup beyond its end would not fail.
+    A table is an embedding with as many rows as the config has positions, or a few reserved rows more. On fake tensors
+    a lookup beyond its end would not fail.
     """
     keys = ("max_target_positions", "max_position_embeddings", "n_positions")
     most = next((n for n in (getattr(module.config, key, None) for key in keys) if isinstance(n, int)), 0)
@@ -63,7 +63,7 @@ def _positions(module: nn.Module) -> int | None:
 
 
 def _others(module: nn.Module) -> list[str]:
-    """Names of the tensors that a model takes beside ids and labels."""
+    """The names of the tensors that a model takes besides ids and labels."""
     taken = inspect.signature(module.forward).parameters.values()
     named = [one.name for one in taken if "Tensor" in str(one.annotation)]
     return [name for name in named if name not in ("input_ids", "decoder_input_ids", "labels")] or ["nothing"]
@@ -83,22 +83,23 @@ def _build(fields: dict[str, Any], where: str) -> nn.Module:
     try:
         config: Any = AutoConfig.for_model(model_type, **fields)
         module: Any = trained_as(config).from_config(config, trust_remote_code=False)
-    except Exception as error:  # each version and model of transformers has its own classes for a bad value
+    except Exception as error:  # each version and model of transformers raises its own classes for a bad value
         raise ModelError(
             f"{where}: transformers {transformers.__version__} cannot build model_type {model_type!r} from these "
             f"{len(fields)} keys and its own defaults for the rest: {type(error).__name__}: {str(error).strip()}. Give "
             f"the config.json that a published model has, or package.module:function that returns the module"
         ) from error
     if getattr(module, "loss_type", "") is None:
-        module.loss_type = "ForCausalLM"  # as transformers takes it to be, with a warning at each start
+        module.loss_type = "ForCausalLM"  # the default of transformers, without its warning at each start
     made: nn.Module = module
     return made
 
 
 def trained_as(config: Any) -> Any:
-    """The class of transformers that makes a config's model with the head that it is trained with.
+    """Returns the auto class of transformers that makes a config's model with its training head.
 
-    An encoder may be made a decoder too, as BERT: without a class in its config, the first of `HEADS` that suits.
+    Some encoders, such as BERT, can also be decoders. If the config names no class, the first of `HEADS` that suits is
+    taken.
     """
     named = next(iter(config.architectures or ()), "")
     suits = [auto for auto in HEADS if type(config) in auto._model_mapping]

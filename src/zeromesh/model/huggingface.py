@@ -1,8 +1,8 @@
-"""Reads a Hugging Face `config.json` without transformers: Llama-like and Mixtral-like models. Of others
-`zeromesh.model.from_transformers` builds the module itself.
+"""Reads a Hugging Face `config.json` without transformers, for Llama-like and Mixtral-like models. For others,
+`zeromesh.model.from_transformers` builds the module.
 
-A key that a file leaves out has the default of the transformers class of that `model_type`, which `_DEFAULTS` repeats,
-and a key may have the other name that the class knows it by (`_ALIASES`); a test holds both against the classes.
+A missing key has the default of the transformers class for that `model_type`, repeated in `_DEFAULTS`. A key may have
+another name that the class accepts (`_ALIASES`). A test compares both with the classes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Config = Mapping[str, Any]
 
 
 def read_config(path: Path, *, seq_len: int | None = None, dtype: str = "bf16") -> ModelSpec:
-    """The model that a `config.json` describes. One that has no reader here is run on an input of `seq_len` tokens, and
-    needs it. Raises ModelError if there is no such file, it is not JSON, a key is missing or invalid, or its
-    `model_type` is neither read here nor built by transformers."""
+    """Describes the model of a `config.json`. A type without a reader here is run on an input of `seq_len` tokens,
+    which is then required. Raises ModelError if there is no such file, it is not JSON, a key is missing or invalid, or
+    its `model_type` is neither read here nor built by transformers."""
     text = read_text(path, kind="a config.json", error=ModelError)
     config = parse_json(text, where=str(path), hint="; a model is given by its config.json", error=ModelError)
     if not isinstance(config, dict):
@@ -46,7 +46,7 @@ def read_config(path: Path, *, seq_len: int | None = None, dtype: str = "bf16") 
 
 
 def from_config(config: Config, *, name: str, where: str = "config", dtype: str = "bf16") -> ModelSpec:
-    """The model that a config, already read, describes; see `read_config`."""
+    """Describes the model of a config that has been read; see `read_config`."""
     model_type = config.get("model_type")
     if model_type is None:
         raise ModelError(f"{where}: key model_type is required; known: {', '.join(_FIELDS)}")
@@ -64,7 +64,7 @@ def from_config(config: Config, *, name: str, where: str = "config", dtype: str 
 
 
 def _code_bits(config: Config, where: str) -> int:
-    """Bits of a quantised model's weights; 0 where the config has no `quantization_config`."""
+    """Bits of a quantised model's weights; 0 if the config has no `quantization_config`."""
     found = config.get("quantization_config")
     if not found:
         return 0
@@ -85,12 +85,14 @@ _BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4}
 
 
 def _is_read_here(config: Config) -> bool:
-    """Not where windows are some layers' alone, which a `TransformerShape` cannot say."""
+    """Whether this module reads the config. If only some layers have windows, no: a `TransformerShape` cannot express
+    that."""
     return config["model_type"] in _FIELDS and not config.get("use_sliding_window")
 
 
 def _checked(config: Config, model_type: str, where: str) -> dict[str, Any]:
-    """The keys of a type, each of the kind of its default; null where the class takes that."""
+    """Returns the keys of a type, each checked against the kind of its default. null is valid if the class accepts
+    it."""
     aliases = _ALIASES.get(model_type, {})
     given = {aliases.get(key, key): value for key, value in config.items()}
     found = {}
@@ -124,11 +126,11 @@ _FIELDS: dict[str, dict[str, str]] = {
     "qwen2": _DECODER,
     "mixtral": _WINDOWED | {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
 }
-"""Fields of `TransformerShape` by type, and the keys that say them."""
+"""Fields of `TransformerShape` by type, with the keys that give them."""
 
 
 _NULLABLE = ("num_key_value_heads", "sliding_window")
-"""Keys that may be null, beside those that are by default."""
+"""Keys that may be null, besides those whose default is null."""
 
 _LLAMA = {
     "hidden_size": 4096,

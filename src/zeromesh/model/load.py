@@ -1,4 +1,4 @@
-"""One entrance for every way to name a model."""
+"""One entry point for all ways to name a model."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 def load_model(
     text: str, *, seq_len: int | None = None, trainable: str = "all", dtype: str = "bf16", kernels: Kernels = EAGER
 ) -> ModelSpec:
-    """The model that `text` names.
+    """Returns the model that `text` names.
 
     Args:
         text: a preset, the path of a Hugging Face `config.json`, a directory that holds one or PEFT's adapters, which
-            train beside their base, or `package.module:function` returning an `nn.Module`. The last, and configs of
-            architectures that have no reader of their own, import torch.
-        seq_len: tokens in a sequence; those two are run on fake tensors of that length, and need it.
+            train beside their base, or `package.module:function` returning an `nn.Module`. The last kind, and configs
+            of architectures without a reader here, import torch.
+        seq_len: tokens in a sequence. Those two kinds need it, since they run on fake tensors of this length.
         trainable: see `with_trainable`.
-        dtype: of compute and activations.
+        dtype: dtype of compute and activations.
         kernels: see `with_kernels`.
 
     Raises:
-        ModelError: no such model, an invalid file, or codes that would train, or a sequence longer than the
-            model's table of positions.
+        ModelError: no such model, an invalid file, trainable quantised weights, or a sequence longer than the model's
+            table of positions.
     """
     folder = Path(text)
     if folder.is_dir() and (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -55,10 +55,10 @@ def load_model(
 
 
 def with_kernels(model: ModelSpec, kernels: Kernels) -> ModelSpec:
-    """`model` with other kernels than eager ones.
+    """Returns `model` with other kernels than eager ones.
 
-    A transformer of `zeromesh.model.transformer` is built again. A module that was read by a run shows its own kernels;
-    fused ones read and write once the values that autograd keeps of it, and memory stays as it was read.
+    A transformer of `zeromesh.model.transformer` is built again. A module that was read by a run has its own kernels.
+    Fused ones then read and write once the values that autograd keeps; memory stays as it was read.
     """
     if kernels == EAGER:
         return model
@@ -78,7 +78,7 @@ def _fused(unit: UnitSpec, kernels: Kernels) -> UnitSpec:
 
 
 def _adapter(folder: Path) -> tuple[str, int]:
-    """The base of PEFT's adapters, a path, and their rank."""
+    """Returns the path of the base of PEFT's adapters, and their rank."""
     path = folder / "adapter_config.json"
     text = read_text(path, kind="an adapter_config.json", error=ModelError)
     found = parse_json(text, where=str(path), error=ModelError)
@@ -98,7 +98,7 @@ def _read(text: str, seq_len: int | None, dtype: str) -> ModelSpec:
     if Path(text).is_dir():
         return read_config(Path(text) / "config.json", seq_len=seq_len, dtype=dtype)
     if _FACTORY.fullmatch(text):
-        from zeromesh.model.from_module import from_factory  # imports torch: only for a module
+        from zeromesh.model.from_module import from_factory  # imports torch, which only a module needs
 
         return from_factory(text, seq_len=seq_len, dtype=dtype)
     return preset(text, dtype=dtype)

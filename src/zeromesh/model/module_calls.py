@@ -1,4 +1,4 @@
-"""Changes calls while a module runs on fake tensors, so that it does as a real run would. Imports torch."""
+"""Changes calls while a module runs on fake tensors, so that it behaves as in a real run. Imports torch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _FINITE = {"isnan": False, "isinf": False, "isfinite": True}
 
 
 class _Calls(TorchFunctionMode):
-    """Counts calls, knows that numbers are finite, and casts as autocast would where dtypes do not fit.
+    """Counts calls, treats numbers as finite, and casts as autocast would if dtypes do not fit.
 
-    Has no dropout in attention: the CPU's fused one falls back to scores for it, where an accelerator's keeps a seed
-    alone. Has one kernel for RMSNorm: the CPU composes it of others, which keep copies in fp32.
+    Attention has no dropout here: the CPU's fused kernel falls back to scores for it, while an accelerator's keeps only
+    a seed. RMSNorm is one kernel: the CPU composes it from others, which keep copies in fp32.
     """
 
     def __init__(self, values: KnownValues, dtype: torch.dtype, count: Callable[[], None]) -> None:
@@ -43,7 +43,7 @@ class _Calls(TorchFunctionMode):
             given["dropout_p"] = 0.0
         if func in (torch.rms_norm, torch.nn.functional.rms_norm):
             func = _rms_norm
-        if func is Tensor.__format__ and args[0].ndim == 0:  # torch writes a fake one's kind, not its value
+        if func is Tensor.__format__ and args[0].ndim == 0:  # torch writes a fake tensor's kind, not its value
             return format(args[0].item(), *args[1:])
         name = getattr(func, "__name__", "")
         try:
@@ -55,7 +55,8 @@ class _Calls(TorchFunctionMode):
         return out
 
     def _cast(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> Any:
-        """`func` in the module's dtype, or in fp32: of two dtypes at once, or of one that it has no kernel for."""
+        """Runs `func` in the module's dtype, or in fp32, if it takes no mixed dtypes or has no kernel for the given
+        one."""
         name = func.__name__
         if name.endswith("_") and not name.endswith("__"):
             raise error  # its destination may not be a copy
@@ -80,7 +81,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Its shapes, and tensors that it keeps: the input, and a number for each row."""
+    """An RMS norm with the right shapes that keeps the right tensors: the input, and a number for each row."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, rows: Tensor, weight: Tensor | None) -> Tensor:
@@ -94,14 +95,14 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _rms_norm(values: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """`torch.nn.functional.rms_norm` as one kernel; its numbers mean nothing."""
+    """`torch.nn.functional.rms_norm` as one kernel; its values mean nothing."""
     rows = values.new_empty(values.shape[: values.ndim - len(normalized_shape)], dtype=torch.float32)
     out: Tensor = _RmsNorm.apply(values, rows, weight)  # type: ignore[no-untyped-call]  # torch leaves it so
     return out
 
 
 def _cast_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`Module._apply`, which a model calls that casts its weights while it runs: it cannot swap fake tensors."""
+    """Replaces `Module._apply`, which cannot swap fake tensors, for models that cast their weights while they run."""
     for part in module.modules() if recurse else [module]:
         for key, parameter in part._parameters.items():
             if parameter is not None:
@@ -113,18 +114,18 @@ def _cast_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: boo
 
 @contextmanager
 def as_on_an_accelerator(values: KnownValues, dtype: torch.dtype, count: Callable[[], None]) -> Iterator[None]:
-    """Makes fake tensors on a CPU behave as a real run of a module in `dtype` on an accelerator; calls `count` at each
-    call of an operation.
+    """Makes fake tensors on a CPU behave as in a real run of a module in `dtype` on an accelerator. Calls `count` at
+    each call of an operation.
 
-    transformers cannot see in them that a batch holds no packed sequences, and would build a causal mask that a real
-    run leaves out; so it is told.
+    transformers cannot see in fake tensors that a batch has no packed sequences, and would build a causal mask that a
+    real run omits. So it is told.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
     with ExitStack() as stack:
         if hasattr(masking, _PACKED):
             stack.enter_context(patch.object(masking, _PACKED, lambda position_ids: None))
         stack.enter_context(patch.object(nn.Module, "_apply", _cast_module))
-        stack.enter_context(patch.object(fake_tensor.log, "disabled", True))  # of attempts in another dtype
-        stack.enter_context(patch.object(Distribution, "_validate_args", False))  # it asks whether numbers are in range
+        stack.enter_context(patch.object(fake_tensor.log, "disabled", True))  # attempts in another dtype would log
+        stack.enter_context(patch.object(Distribution, "_validate_args", False))  # it asks for numbers
         stack.enter_context(_Calls(values, dtype, count))
         yield

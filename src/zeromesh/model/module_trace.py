@@ -1,4 +1,5 @@
-"""Runs a module once on fake tensors: each unit's operations, and the tensors that autograd keeps. Imports torch."""
+"""Runs a module once on fake tensors, and notes each unit's operations and the tensors that autograd keeps. Imports
+torch."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ _GROUPED = aten._grouped_mm  # [all experts' rows, inner] x [experts, inner, out
 
 @dataclass(slots=True)
 class Product:
-    """One product of activations with a weight: [rows, inner] x [inner, outer], `count` of them at once."""
+    """One product of activations with a weight, [rows, inner] x [inner, outer], done `count` times at once."""
 
     name: str
     rows: float
@@ -56,25 +57,25 @@ class Product:
 
 @dataclass(slots=True)
 class AttentionTrace:
-    """Products of activations with one another, in FLOPs of the whole batch."""
+    """Products of activations with each other, in FLOPs of the whole batch."""
 
-    heads: tuple[int, int, int] | None = None  # of the first: query heads, key heads, head size
+    heads: tuple[int, int, int] | None = None  # of the first one: query heads, key heads, head size
     flops: float = 0.0
-    causal_flops: float = 0.0  # of those, where a kernel may leave out scores that a causal mask hides
+    causal_flops: float = 0.0  # part of `flops` where a kernel may skip scores that a causal mask hides
     backward_flops: float = 0.0
     output_bytes: int = 0
 
 
-class StepByStep(Exception):  # a question for a shorter sequence, and no error
+class StepByStep(Exception):  # asks for a shorter sequence; not an error
     """A module computes one token after another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Most:
-    """Operations of a forward, of which more raise StepByStep; None for any number."""
+    """Limits on the operations of a forward; more raise StepByStep. None: no limit."""
 
-    every: int  # of all modules
-    own: int | None = None  # of one call of a module, without its children's
+    every: int  # for all modules
+    own: int | None = None  # for one call of a module, without its children's
 
 
 @dataclass(slots=True)
@@ -83,7 +84,7 @@ class UnitTrace:
 
     products: list[Product] = field(default_factory=list)
     fused: AttentionTrace = field(default_factory=AttentionTrace)
-    written: AttentionTrace = field(default_factory=AttentionTrace)  # operation by operation
+    written: AttentionTrace = field(default_factory=AttentionTrace)  # written out in operations
     forward_flops: float = 0.0
     backward_flops: float = 0.0
     saved_bytes: int = 0
@@ -93,18 +94,18 @@ class UnitTrace:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    """Attributes every operation of the forward pass to the unit, and to the module, that runs it."""
+    """Attributes every operation of the forward pass to the unit and to the module that run it."""
 
     def __init__(self, module: nn.Module, units: Sequence[CutUnit], values: KnownValues, most: Most | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.values = values
         self._most = most
-        self._own = [0]  # operations of each module that is running, without its children's
+        self._own = [0]  # operations of each running module, without its children's
         self._every = 0
         self.traces: dict[str, UnitTrace] = {unit.name: UnitTrace() for unit in units}
         self._names = {id(part): clean_name(name) for name, part in module.named_modules()}
         self._units = {id(unit.module): unit for unit in units}
-        self._held = [*module.parameters(), *module.buffers()]  # one that it replaces leaves no address to be reused
+        self._held = [*module.parameters(), *module.buffers()]  # so that a replaced tensor's address is not reused
         self._weights = {storage_of(tensor) for tensor in self._held}
         self._origins = {storage: storage for storage in self._weights}
         dtypes = (parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
@@ -113,17 +114,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         self._unit_stack: list[str] = [""]
         self._name_stack: list[str] = [""]
         self._saved: set[int] = set()
-        self._pinned: list[Any] = []  # keeps saved storages alive, so that none is counted under a reused address
+        self._pinned: list[Any] = []  # keeps saved storages alive, so that no address is reused
         self._live: dict[int, int] = {}
         self._live_bytes = 0
-        self._nodes: dict[int, tuple[UnitTrace, Product | AttentionTrace | None]] = {}  # whose backward a node is
+        self._nodes: dict[int, tuple[UnitTrace, Product | AttentionTrace | None]] = {}  # by autograd node
         self._in_backward = False
         self._baseline = 0
         self._after_head = ""
 
     @property
     def trace(self) -> UnitTrace:
-        """The running unit's; the root's work after the head has run is the loss, and the head's."""
+        """The running unit's trace. The root's work after the head is the loss, and counts as the head's."""
         return self.traces.setdefault(self._unit_stack[-1] or self._after_head, UnitTrace())
 
     def __torch_dispatch__(
@@ -147,7 +148,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         return out
 
     def count(self) -> None:
-        """One more operation of the module that is running; asked at its call, since raising inside of it may abort."""
+        """Counts one more operation of the running module. It is called before the operation, since raising inside may
+        abort."""
         self._own[-1] += 1
         most = self._most
         if most is None or self._in_backward:
@@ -158,7 +160,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     # Forward --------------------------------------------------------------------------------------------------------
 
     def _note_origin(self, args: tuple[Any, ...], out: Any) -> None:
-        """Marks tensors computed from weights only, such as a cast, as weights for matrix products."""
+        """Treats tensors computed from weights only, such as casts, as weights in matrix products."""
         given = [storage_of(tensor) for tensor in _tensors(args)]
         if not given or not all(storage in self._origins for storage in given):
             return
@@ -181,8 +183,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
             part = self._add_product(args[0].shape[0] / experts, inner, outer, experts, out, args[1])
         elif packet in _PRODUCTS:
             part = self._note_product(packet, args, out, flops)
-        # autograd has made the node, and has given it the last number; without gradients that is another operation's,
-        # but inside of a function with a backward of its own
+        # autograd has made the node, and given it the last number. Without gradients that number is another
+        # operation's, except inside a function with its own backward.
         node = torch._C._autograd._get_sequence_nr() - 1
         self._nodes.setdefault(node, (trace, part if torch.is_grad_enabled() else None))
 
@@ -221,7 +223,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         return product
 
     def faked(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """`inputs` as fake tensors, whose values are known where they were real."""
+        """Returns `inputs` as fake tensors. Values of real tensors stay known."""
 
         def fake(value: Any) -> Any:
             if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
@@ -234,7 +236,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         return tree_map(fake, dict(inputs))  # type: ignore[no-any-return]  # torch's
 
     def note_result(self, output: Any) -> None:
-        """A module's output stays alive until its backward, saved or not, above all the logits."""
+        """Counts a module's output, above all the logits: it stays alive until its backward, saved or not."""
         for tensor in _tensors(output):
             self.pack(tensor)
 
@@ -286,7 +288,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     # Hooks ----------------------------------------------------------------------------------------------------------
 
     def hook(self, module: nn.Module, stack: ExitStack) -> None:
-        """Follows which unit and which module is running until `stack` closes."""
+        """Tracks which unit and which module is running until `stack` closes."""
         for part in module.modules():
             handles = [part.register_forward_pre_hook(self._enter), part.register_forward_hook(self._leave)]
             for handle in handles:
@@ -321,11 +323,11 @@ def trace(
     inputs: Mapping[str, Any],
     most: Most | None = None,
 ) -> dict[str, UnitTrace]:
-    """One forward and backward of `module` on `inputs`, inside a FakeTensorMode.
+    """Runs one forward and backward of `module` on `inputs`, inside a FakeTensorMode.
 
-    Inputs are by keyword, and "*" is a tuple of positional ones; of those that are no fake tensors the values count.
-    `values` learns theirs and those of results. Without `most` any number of operations may run. Raises ModelError if
-    the module cannot run on fake tensors, or gives nothing that a loss could be made of; StepByStep beyond `most`.
+    Inputs are by keyword; "*" is a tuple of positional ones. `values` learns the values of inputs that are not fake,
+    and of results. Without `most`, any number of operations may run. Raises ModelError if the module cannot run on fake
+    tensors, or returns nothing to make a loss from; StepByStep beyond `most`.
     """
     tracer = Tracer(module, units, values, most)
     with ExitStack() as stack:
@@ -352,12 +354,12 @@ def trace(
 
 @contextmanager
 def _told(module: nn.Module) -> Iterator[None]:
-    """Translates errors of the user's module into errors of this reader."""
+    """Translates errors of the user's module into ModelError."""
     try:
         yield
     except (ModelError, StepByStep):
         raise
-    except Exception as error:  # anything: it is the user's module that runs
+    except Exception as error:  # the user's module may raise anything
         what = f"does not run on fake tensors of this shape ({type(error).__name__}: {error})"
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
             where = place_of(traceback.extract_tb(error.__traceback__))
@@ -369,7 +371,8 @@ def _told(module: nn.Module) -> Iterator[None]:
 
 
 def _grouped(self: Tensor, mat2: Tensor, offs: Tensor | None = None, **others: Any) -> Tensor:
-    """The shape of a grouped product, of any dtype and alignment: torch's own fake kernel takes those of one device."""
+    """Returns the shape of a grouped product for any dtype and alignment; torch's own fake kernel has one device's
+    limits."""
     last = mat2.shape[-1]
     if self.ndim == 2 and mat2.ndim == 2 and offs is not None:
         return self.new_empty(offs.shape[0], self.shape[0], last)
@@ -401,7 +404,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Its storage's identity, which views share."""
+    """The identity of the tensor's storage, which views share."""
     address: int = tensor.untyped_storage()._cdata
     return address
 
@@ -411,7 +414,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _traffic(args: Sequence[Any], out: Any) -> int:
-    """Bytes that an operation reads and writes; 0 for one that only makes a view."""
+    """Bytes that an operation reads and writes; 0 if it only makes a view."""
     outputs, inputs = _tensors(out), _tensors(args)
     storages: defaultdict[int, int] = defaultdict(int)
     for tensor in inputs:
@@ -425,8 +428,8 @@ def _traffic(args: Sequence[Any], out: Any) -> int:
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float | None:
-    """FLOPs of one operation, forward or backward: torch's own count, and ours for kernels that torch does not know;
-    None for a function that multiplies no matrices."""
+    """FLOPs of one operation, forward or backward: torch's own count, or ours for kernels that torch does not know;
+    None for operations without matrix products."""
     packet = func.overloadpacket
     if packet in _OURS:
         return _OURS[packet](args)
@@ -434,7 +437,7 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 
 
 def _attention_flops(args: Sequence[Any]) -> float:
-    """Both products of a forward."""
+    """FLOPs of both products in a forward."""
     return float(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]  # torch's
 
 
@@ -446,7 +449,7 @@ def _grouped_flops(args: Sequence[Any]) -> float:
 
 
 def _convolution_flops(args: Sequence[Any]) -> float:
-    """torch's count of it leaves out that groups have fewer products."""
+    """FLOPs of a convolution's backward. torch's own count of it ignores that groups need fewer products."""
     gradient, x, weight = (tensor.shape for tensor in args[:3])
     transposed, wanted = args[7], args[10]
     return float(sum(wanted[:2]) * conv_flop_count(x, weight, gradient, transposed=transposed))

@@ -1,4 +1,4 @@
-"""Cuts a module into units, by the rule that the engine follows too, and finds those that recompute. Imports torch."""
+"""Cuts a module into units, by the engine's rule, and finds modules that recompute. Imports torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeromesh.modules import CHECKPOINTED, WRAPPERS, clean_name, find_blocks, fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutUnit:
-    """A module that is one unit. The root's parameters are those of no other unit."""
+    """A module that is one unit. The root has the parameters that are in no other unit."""
 
     name: str
     kind: UnitKind
@@ -23,7 +23,8 @@ class CutUnit:
 
 
 def cut(module: nn.Module) -> list[CutUnit]:
-    """The units of `module`: root first, where it holds parameters, then in order of registration."""
+    """Returns the units of `module`: the root first, if it holds parameters, then the others in order of
+    registration."""
     uses = _uses(module)
     inner: list[CutUnit] = []
     claimed: set[int] = set()
@@ -40,7 +41,7 @@ def cut(module: nn.Module) -> list[CutUnit]:
 
 
 def _uses(module: nn.Module) -> Counter[int]:
-    """How many places hold each parameter."""
+    """Counts the places that hold each parameter."""
     return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
 
 
@@ -56,7 +57,7 @@ def _candidates(module: nn.Module) -> Iterator[tuple[str, UnitKind, nn.Module]]:
 
 
 def recomputes(module: nn.Module) -> bool:
-    """Whether parts of it compute their activations again: by a checkpoint wrapper, or as transformers' do."""
+    """Whether parts of the module recompute activations, by a checkpoint wrapper or by the flag of transformers."""
     return any(
         CHECKPOINTED in part._modules or getattr(part, "gradient_checkpointing", False) is True
         for part in module.modules()
@@ -64,10 +65,10 @@ def recomputes(module: nn.Module) -> bool:
 
 
 def without_recomputation(module: nn.Module) -> nn.Module:
-    """`module`, which is changed: no wrappers, and nothing computed twice."""
+    """Removes checkpoint wrappers and recomputation from `module` in place, and returns it."""
     for part in list(module.modules()):
         if getattr(part, "gradient_checkpointing", False) is True:
-            part.gradient_checkpointing = False  # type: ignore[assignment]  # no parameter or module
+            part.gradient_checkpointing = False  # type: ignore[assignment]  # neither a parameter nor a module
         for key, child in part._modules.items():
             if child is not None and key not in WRAPPERS:
                 part._modules[key] = unwrapped(child)

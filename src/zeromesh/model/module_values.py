@@ -1,10 +1,10 @@
-"""Values beside fake tensors: those computed from lengths, ids and masks alone, so that a model may ask for them.
+"""Values for fake tensors: those computed only from lengths, ids and masks, so that a model can ask for them.
 
-A model in eager mode asks its data small things: whether a mask hides anything, how many tokens an expert has. Fake
-tensors hold no values. So results that do not depend on weights are computed for real as well, as long as they are
-small. A router's choices do depend on them: as in every other prediction, tokens are taken to spread evenly over all
-that it may choose. All numbers are finite. Any other yes or no that weights decide is a no, and `assumed` says where; a
-number or a shape that they decide is not known. Imports torch.
+A model in eager mode asks small questions of its data: whether a mask hides anything, how many tokens an expert has.
+Fake tensors hold no values. So small results that do not depend on weights are also computed for real. A router's
+choices do depend on weights: here, as in every other prediction, tokens spread evenly over all choices. All numbers are
+finite. Any other yes or no that weights decide is a no, and `assumed` says where. A number or a shape that weights
+decide is unknown. Imports torch.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 LARGEST = 1 << 24
-"""Elements of a tensor whose values are kept: a mask over 4,096 by 4,096 tokens."""
+"""Values of larger tensors are not kept. This is a mask over 4,096 by 4,096 tokens."""
 
 _CHOICES = {aten.topk: 1, aten.sort: 1, aten.argsort: None, aten.argmax: None, aten.max: 1}
-"""Operations that choose, and which of their outputs holds places: None where there is one output."""
+"""Operations that choose, with the index of their output that holds places; None if there is one output."""
 
 _RANDOM = {aten.rand}
-"""Random operators that are replaced by their mean: a layer that is dropped with a chance below half is kept."""
+"""Random operators that are replaced by their mean. So a layer is kept if it is dropped with a chance below half."""
 
 
 _NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 class KnownValues:
-    """The values of fake tensors, where they are known: by storage and place in it, since autograd saves tensors as
-    other objects. Views share theirs, as the tensors do."""
+    """The known values of fake tensors, by storage and place in it: autograd saves tensors as other objects. Views
+    share values, as tensors share memory."""
 
     def __init__(self) -> None:
         self._values: dict[int, dict[tuple[Any, ...], Tensor]] = {}
-        self.assumed: dict[str, None] = {}  # in order, each once
+        self.assumed: dict[str, None] = {}  # an ordered set
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
-        """From now on `tensor` holds `value`."""
+        """Records that `tensor` holds `value` from now on."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._values:
             self._values[storage._cdata] = {}
@@ -57,22 +57,22 @@ class KnownValues:
         self._values[storage._cdata][_place(tensor)] = value
 
     def assume(self, sentence: str) -> None:
-        """Notes for the user that this is taken for granted."""
+        """Notes an assumption, for the user."""
         self.assumed[sentence] = None
 
     def fill(self, tensor: Tensor, value: float) -> None:
-        """From now on `tensor` holds `value` alone, unless its values are known."""
+        """Records that all elements of `tensor` are `value` from now on, unless its values are known."""
         if tensor.numel() <= LARGEST and not self._knows(tensor):
             with unset_fake_temporarily():
                 real = torch.full(tensor.shape, value, dtype=tensor.dtype)
             self.learn(tensor, real)
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`func` on fake tensors, and beside them on their values.
+        """Runs `func` on fake tensors, and if possible on their values.
 
         Raises:
             DataDependentOutputException: it asks for values that are not known.
-            DynamicOutputShapeException: the shape of its result depends on such.
+            DynamicOutputShapeException: the shape of its result depends on unknown values.
         """
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = torch.Tag.nondeterministic_seeded not in func.tags and all(self._knows(one) for one in given)
@@ -100,17 +100,17 @@ class KnownValues:
         return out
 
     def _places(self, index: Tensor | None) -> list[Tensor | None]:
-        """A known mask's index as places."""
+        """Converts a known mask's index to places."""
         if index is None or index.dtype is not torch.bool:
             return [index]
         value = self._value(index)
-        assert value is not None  # asked before
+        assert value is not None  # the caller has checked that it is known
         with unset_fake_temporarily():
             places = list(value.nonzero().unbind(1))
         return [self._fake(place) for place in places]
 
     def _fake(self, real: Any) -> Any:
-        """Fake tensors of these shapes, whose values are known."""
+        """Makes fake tensors with the shapes and known values of `real`."""
         out = tree_map(lambda leaf: torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf, real)
         self._pair(out, real)
         return out
@@ -136,7 +136,7 @@ class KnownValues:
                 self.learn(fake, value)
 
     def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Nothing is known any more of storages that have been written to with unknown values."""
+        """Forgets the values of storages that unknown values have been written to."""
         named = zip(func._schema.arguments, args, strict=False)
         written = [value for argument, value in named if _writes(argument)]
         written += [kwargs[one.name] for one in func._schema.arguments if one.name in kwargs and _writes(one)]
@@ -145,15 +145,15 @@ class KnownValues:
                 self._values.get(tensor.untyped_storage()._cdata, {}).clear()
 
     def _spread(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Choices spread evenly: the first row takes the first ones, the next row the ones after those; where there are
-        fewer than there is to choose from, as many are left out between any two."""
+        """Spreads choices evenly: the first row takes the first ones, the next row those after them, and so on. If
+        there are fewer places than choices, places are spaced equally."""
         which = _CHOICES[func.overloadpacket]
         places = out if which is None else out[which] if isinstance(out, tuple | list) else None
         if not isinstance(places, FakeTensor) or places.numel() > LARGEST:
             return
         dim = named_arguments(func, args, kwargs).get("dim", -1)
         choices = args[0].shape[dim] if dim is not None else args[0].numel()
-        # a reduction over a dimension leaves the others' order as it is
+        # a reduction over a dimension keeps the others' order
         last = places.movedim(dim, -1).shape if places.ndim == args[0].ndim and places.ndim else places.shape
         apart = max(1.0, choices / max(1, places.numel()))
         with unset_fake_temporarily():
@@ -167,7 +167,7 @@ def named_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    """Learns the values of tensors made while it is entered, but of floating-point numbers: weights are large."""
+    """Learns the values of tensors made inside it, except floating-point ones, since weights are large."""
 
     def __init__(self, values: KnownValues) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -187,7 +187,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 
 def place_of(frames: Iterable[traceback.FrameSummary]) -> str:
-    """File, line and text of the innermost frame that is neither torch's nor ours: of the model."""
+    """File, line and text of the innermost frame that is neither in torch nor here: in the model."""
     others = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_MODEL)]
     frame = others[-1]
     return f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} ({frame.line})"

@@ -25,7 +25,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset_shape(name: str) -> TransformerShape:
-    """The shape of a preset. Raises ModelError, which names the nearest, if there is no such preset."""
+    """Returns the shape of a preset. Raises ModelError, which names the nearest, if there is no such preset."""
     shapes = preset_shapes()
     if name not in shapes:
         raise ModelError(
@@ -36,7 +36,7 @@ def preset_shape(name: str) -> TransformerShape:
 
 
 def preset(name: str, *, dtype: str = "bf16", kernels: Kernels = EAGER) -> ModelSpec:
-    """The `ModelSpec` of a preset.
+    """Returns the `ModelSpec` of a preset.
 
     >>> preset("llama-7b").num_params
     6738415616

@@ -1,4 +1,4 @@
-"""The numbers that define a decoder-only transformer, of a file or a preset."""
+"""The numbers that define a decoder-only transformer, from a file or a preset."""
 
 from __future__ import annotations
 
@@ -78,15 +78,14 @@ FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "mpt": MPT}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """Which operations run as one kernel: it decides which tensors autograd keeps.
+    """Which operations run as one kernel. This decides which tensors autograd keeps.
 
-    An unfused RMS norm is a chain of fp32 operations and keeps its input a second time in fp32; a fused one keeps its
-    input and one statistic. Unfused attention keeps the scores. A fused gated activation computes again in its backward
-    the values between its two inputs and its result. Under sequence parallelism the inputs of the products after a norm
-    are gathered; autograd keeps them whole, a kernel that gathers again only this rank's part.
-    Under selective recomputation eager blocks keep every second product; a `graph` not the last, which no backward
-    reads.
-    `loss` is one of `LOSSES`. `products` is the dtype of the blocks' products, where it is not the activations'.
+    An unfused RMS norm is a chain of fp32 operations, and keeps its input a second time in fp32; a fused one keeps its
+    input and one statistic. Unfused attention keeps the scores. A fused gated activation recomputes in its backward the
+    values between its two inputs and its result. Under sequence parallelism, the inputs of products after a norm are
+    gathered. Autograd keeps them whole; a kernel that `gathers_again` keeps only this rank's part. Under selective
+    recomputation, eager blocks keep every second product. A `graph` does not keep the last, which no backward reads.
+    `loss` is one of `LOSSES`. `products` is the dtype of the blocks' products, if it differs from the activations'.
     """
 
     fused_norm: bool
@@ -103,32 +102,35 @@ LOSSES = {
     "fused": ((1, 0), (1, 0), (5, 0)),
     "chunked": ((0, 0), (0, 0), (5, 0)),
 }
-"""Copies of the logits, in the compute dtype and in fp32: kept for the backward, made by it, moved in the forward.
+"""Copies of the logits, as pairs (in the compute dtype, in fp32): kept for the backward, made by it, moved in the
+forward.
 
-A chain keeps log-probabilities in fp32 beside the logits, and its backward makes the gradients of both. A fused loss
-works on the logits in their place: the largest, the exponentials, and the division by their sum. Chunks of tokens pass
-through head, loss and their backward one by one.
+A chain keeps log-probabilities in fp32 in addition to the logits, and its backward makes the gradients of both. A fused
+loss works on the logits in place: maximum, exponentials, and division by their sum. A chunked loss runs head, loss and
+their backward on one chunk of tokens at a time.
 """
 
 EAGER = Kernels(fused_norm=False, fused_attention=True)
 FUSED = Kernels(fused_norm=True, fused_attention=True)
 COMPILED = replace(FUSED, graph=True)
 MEGATRON = replace(FUSED, fused_activation=True, loss="fused", gathers_again=True)
-"""Megatron-core's: fusions/fused_bias_swiglu.py saves its input alone, fusions/fused_cross_entropy.py one copy of the
-logits in bf16, tensor_parallel/layers.py its part of a gathered input (arXiv 2205.05198, section 4.2.2)."""
+"""Megatron-core's kernels: fusions/fused_bias_swiglu.py saves only its input, fusions/fused_cross_entropy.py one copy
+of the logits in bf16, tensor_parallel/layers.py its part of a gathered input (arXiv 2205.05198, section 4.2.2)."""
 LIGER = replace(FUSED, fused_activation=True, loss="chunked")
-"""Liger-Kernel's (arXiv 2410.10989): RMSNorm and SwiGLU recompute, FusedLinearCrossEntropy never makes all logits."""
+"""Liger-Kernel's kernels (arXiv 2410.10989): RMSNorm and SwiGLU recompute, FusedLinearCrossEntropy never makes all
+logits."""
 
 KERNELS = {"eager": EAGER, "compiled": COMPILED, "liger": LIGER, "megatron": MEGATRON}
-"""By the name that `--kernels` takes. Compiled are the blocks, not the loss, as in torchtitan of 2024, whose published
-pairs of rows hold it (validation): 1.157 times as fast on 8 GPUs as measured, 1.154 as predicted."""
+"""Kernels by the name in `--kernels`. "compiled" compiles the blocks, not the loss, as torchtitan did in 2024. Its
+published pairs of rows agree (validation): 1.157 times as fast on 8 GPUs as measured, 1.154 as predicted."""
 
 CAST_BYTES = {"fp8": 3.6, "mxfp8": 2.4}
-"""Moved in the forward for each input element of a product in this dtype.
+"""Bytes moved in the forward for each input element of a product in this dtype.
 
-A tensor's scale takes a read for the largest value and one to cast, and codes are written as rows and as columns: 6
-bytes for an element of bf16, or 4 with a scale of 32 elements (torchao/float8/float8_linear.py). Counting the input of
-each product three times is 5/3 of the casts in a block of Llama 3 8B, where query, key and value share an input.
+With one scale for a tensor, one read finds the largest value and one casts, and codes are written as rows and as
+columns: 6 bytes for an element of bf16, or 4 with a scale for 32 elements (torchao/float8/float8_linear.py). Counting
+the input of each product three times is 5/3 of the casts in a block of Llama 3 8B, where query, key and value share an
+input.
 """
 
 _MOST = {
@@ -136,7 +138,7 @@ _MOST = {
     "experts": 10_000,
     **dict.fromkeys(("hidden", "heads", "ffn", "vocab", "kv_heads", "head_dim", "max_positions", "window"), 1 << 24),
 }
-"""Several times those of any published model. Each layer is a unit, which the simulator steps through."""
+"""Several times those of any published model. Each layer is a unit that the simulator steps through."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,10 +163,10 @@ class TransformerShape:
     experts: int = 0  # 0 for a dense feed-forward network
     experts_per_token: int = 0
     window: int | None = None
-    fused_attention: bool = True  # False where the implementation itself writes the scores out
-    activation_saves: float = 1.0  # copies of the inner activation that its function keeps beside its result
+    fused_attention: bool = True  # False if the implementation itself writes the scores out
+    activation_saves: float = 1.0  # copies of the inner activation that its function keeps besides its result
     dropouts_per_block: int = 0  # hidden-sized dropout masks in a block
-    code_bits: int = 0  # of the blocks' matrices, where they are frozen codes; 0 where they are not
+    code_bits: int = 0  # of the blocks' matrices if these are frozen codes, else 0
     source: str = ""
 
     def __post_init__(self) -> None:

@@ -3,12 +3,12 @@
 A *unit* is gathered and released as a whole (the engine cuts a module by the same rule, see `UnitKind`). Equal units
 that follow one another are one `UnitSpec` with a count, so a model of 80 equal blocks is planned as one block.
 
-All quantities "per token" belong to one token of one sequence and cover one unit of the `count`. Activations are in
-the compute dtype that the spec was built for.
+All quantities "per token" are for one token of one sequence, and for one unit of the `count`. Activations are in the
+compute dtype that the spec was built for.
 
-[Note: FLOPs] A multiply-add is two. `forward_flops` and `backward_flops` are those of the hardware: causal attention
-counts in full, as in torch's own counter, and a fused attention's backward counts five products for the forward's two,
-since it computes the scores again. `ModelSpec.model_flops_per_token` are those that MFU credits instead.
+[Note: FLOPs] A multiply-add counts as two. `forward_flops` and `backward_flops` are those of the hardware. Causal
+attention counts in full, as in torch's own counter. A fused attention's backward counts five products for the forward's
+two, since it computes the scores again. `ModelSpec.model_flops_per_token` has those that MFU credits.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, 
 class UnitKind(StrEnum):
     """How a unit takes part in a step.
 
-    EMBEDDING and HEAD exist only where the two weights are not tied. ROOT holds all that belongs to no other unit
-    or is tied across units; it is entered before all others and left after them, and its computation (the last norm, a
-    tied head) follows the last block.
+    EMBEDDING and HEAD exist only if the two weights are not tied. ROOT holds everything that is in no other unit or is
+    tied across units. It is entered before all others and left after them. Its computation (the last norm, a tied head)
+    follows the last block.
     """
 
     ROOT = "root"
@@ -41,7 +41,7 @@ class Recomputation(StrEnum):
     """Which activations of a block are computed again in the backward pass.
 
     SELECTIVE keeps the outputs of attention and of every second matrix product, as torchtitan's per-operator policy
-    does (pytorch/torchtitan, torchtitan/models/llama3/infra/parallelize.py); FULL keeps the block's input alone.
+    does (pytorch/torchtitan, torchtitan/models/llama3/infra/parallelize.py); FULL keeps only the block's input.
     """
 
     NONE = "none"
@@ -56,9 +56,9 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
-    lookup: bool = False  # read by index, never multiplied: an input or position embedding
-    active_share: float = 1.0  # of its elements, those that one token uses: top_k / experts
-    ep: int = 1  # ranks that share it by experts: the others of theirs hold the same of it
+    lookup: bool = False  # read by index, never multiplied: input or position embeddings
+    active_share: float = 1.0  # share of its elements that one token uses: top_k / experts
+    ep: int = 1  # ranks among which ep divides the tensor by experts
     dtype: str | None = None  # of frozen codes, which no precision changes
     packed: int = 1  # codes in one element
 
@@ -77,10 +77,9 @@ class TensorSpec:
 class MatmulSpec:
     """`count` products of [rows_per_token * tokens, inner] with a weight [inner, outer].
 
-    `trainable_share` is the share of the weight that needs a gradient: the backward pass always computes the input's
-    gradient, and the weight's only for that share. `returned` is the share of both that is computed: none where it ran
-    without gradients or led to nothing but a choice, half where the input needs none. `dtype` is None where it is the
-    model's own.
+    `trainable_share` is the share of the weight that needs a gradient: the backward always computes the input's
+    gradient, and the weight's only for that share. `returned` is the share of both that is computed: 0 if the product
+    ran without gradients or led only to a choice, half if the input needs none. `dtype` is None for the model's own.
     """
 
     name: str
@@ -94,12 +93,12 @@ class MatmulSpec:
 
     @property
     def forward_flops(self) -> float:
-        """Per token."""
+        """FLOPs per token."""
         return 2.0 * self.inner * self.outer * self.rows_per_token * self.count
 
     @property
     def backward_flops(self) -> float:
-        """Per token."""
+        """FLOPs per token."""
         return self.forward_flops * (1.0 + self.trainable_share) * self.returned
 
 
@@ -107,10 +106,10 @@ class MatmulSpec:
 class AttentionSpec:
     """Scores and weighted sum of one attention layer: the term that grows with the sequence.
 
-    A query sees `window` tokens where the layer is windowed, else the whole sequence. `fused` is a kernel that keeps
-    no scores and computes them again in its backward (FlashAttention-2, arXiv 2307.08691, section 3.1.2). `causal` is
-    the share of it where such a kernel leaves out scores that a causal mask hides; with any other it computes all.
-    `layers`: of such attention in the unit, in FLOPs. `returned`: the share of it that a backward comes back to.
+    A query sees `window` tokens if the layer is windowed, else the whole sequence. `fused` is a kernel that keeps no
+    scores, and computes them again in its backward (FlashAttention-2, arXiv 2307.08691, section 3.1.2). `causal` is the
+    share for which such a kernel skips scores that a causal mask hides; other kernels compute all. `layers` is the
+    number of such layers in the unit, by FLOPs. `returned` is the share that has a backward.
     """
 
     heads: int
@@ -126,11 +125,11 @@ class AttentionSpec:
         return seq_len if self.window is None else min(seq_len, self.window)
 
     def forward_flops(self, seq_len: int) -> float:
-        """Per token."""
+        """FLOPs per token."""
         return 4.0 * self.layers * self.heads * self.head_dim * self.context(seq_len)
 
     def backward_flops(self, seq_len: int) -> float:
-        """Per token."""
+        """FLOPs per token."""
         return (2.5 if self.fused else 2.0) * self.returned * self.forward_flops(seq_len)
 
 
@@ -152,10 +151,10 @@ class PerToken:
 class ActivationSpec:
     """Bytes per token of one unit.
 
-    output: handed to the next unit. saved: stays from forward to backward under each recomputation (a block alone is
-    recomputed; the other units save the same under all three). working: the need of its backward beside that at its
-    peak, gradients of activations above all. elementwise: read and written in the forward pass outside matrix products
-    and attention, for operations that memory bandwidth bounds.
+    output: handed to the next unit. saved: stays from forward to backward under each recomputation (only blocks are
+    recomputed; other units save the same under all three). working: memory of its backward in addition to that at its
+    peak, mainly gradients of activations. elementwise: read and written in the forward outside matrix products and
+    attention, for operations that memory bandwidth limits.
     """
 
     output: float
@@ -175,7 +174,7 @@ class ActivationSpec:
                 return self.saved_full
 
     def keeping(self, per_token: float) -> ActivationSpec:
-        """With so much more saved under every recomputation."""
+        """Returns a copy that saves `per_token` bytes more under every recomputation."""
         more = PerToken(constant=per_token)
         return replace(
             self,
@@ -187,12 +186,12 @@ class ActivationSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveSpec:
-    """A collective inside of a unit, for which its computation waits."""
+    """A collective inside a unit that the unit's computation waits for."""
 
     axis: str  # tp, cp, ep or pp
-    operation: str  # as the cost model calls it; a message to the next rank is a broadcast to it
+    operation: str  # the cost model's name; a message to the next rank is a broadcast to it
     elements: float  # of the whole buffer, per token of this rank
-    backward: bool = False  # it belongs to the backward, not to the forward
+    backward: bool = False  # whether it is part of the backward
     kept: bool = False  # selective recomputation keeps its result
     times: int = 1
 
@@ -201,7 +200,7 @@ class CollectiveSpec:
 class UnitSpec:
     """`count` equal units in a row, described once. `name` is the module path of the first.
 
-    `returned`: a backward comes back to it; units before all that trains have none. Its `ModelSpec` says so.
+    `returned`: whether it has a backward; units before all that trains have none. Its `ModelSpec` sets this.
     `num_params`, `num_trainable`: elements of one of the units.
     """
 
@@ -211,10 +210,10 @@ class UnitSpec:
     activations: ActivationSpec
     matmuls: tuple[MatmulSpec, ...] = ()
     attention: AttentionSpec | None = None
-    other_forward_flops: float = 0.0  # per token: of neither, such as a convolution
+    other_forward_flops: float = 0.0  # per token: of other operations, such as a convolution
     other_backward_flops: float = 0.0
     count: int = 1
-    collectives: tuple[CollectiveSpec, ...] = ()  # where the model is cut inside of a data-parallel rank
+    collectives: tuple[CollectiveSpec, ...] = ()  # if a model is divided inside a data-parallel rank
     returned: bool = True
     num_params: int = field(init=False, repr=False, compare=False)
     num_trainable: int = field(init=False, repr=False, compare=False)
@@ -235,48 +234,48 @@ class UnitSpec:
         return self.num_params - self.num_trainable
 
     def forward_flops(self, seq_len: int) -> float:
-        """Per token; see [Note: FLOPs]."""
+        """FLOPs per token; see [Note: FLOPs]."""
         attention = self.attention.forward_flops(seq_len) if self.attention else 0.0
         return sum(matmul.forward_flops for matmul in self.matmuls) + attention + self.other_forward_flops
 
     def backward_flops(self, seq_len: int) -> float:
-        """Per token, without recomputation."""
+        """FLOPs per token, without recomputation."""
         if not self.returned:
             return 0.0
         attention = self.attention.backward_flops(seq_len) if self.attention else 0.0
         return sum(matmul.backward_flops for matmul in self.matmuls) + attention + self.other_backward_flops
 
     def recomputes(self, recomputation: Recomputation) -> bool:
-        """Whether any of its forward is repeated in the backward."""
+        """Whether part of its forward is repeated in the backward."""
         return self.kind is UnitKind.BLOCK and recomputation is not Recomputation.NONE and self.returned
 
     @property
     def selected_matmuls(self) -> tuple[MatmulSpec, ...]:
-        """Those that selective recomputation computes again: it keeps the 1st, 3rd, 5th ... in order of execution."""
+        """The products that selective recomputation repeats: it keeps the 1st, 3rd, 5th ... in order of execution."""
         return self.matmuls[1::2]
 
     def recomputed_collectives(self, recomputation: Recomputation) -> tuple[CollectiveSpec, ...]:
-        """Those of the forward that the backward repeats."""
+        """The forward's collectives that the backward repeats."""
         if not self.recomputes(recomputation):
             return ()
         selective = recomputation is Recomputation.SELECTIVE
         return tuple(one for one in self.collectives if not one.backward and not (selective and one.kept))
 
     def saved_bytes(self, seq_len: int, recomputation: Recomputation) -> float:
-        """Per token, alive from the unit's forward to its backward."""
+        """Bytes per token that live from the unit's forward to its backward."""
         if not self.returned:
             return 0.0
         return self.activations.saved(recomputation).at(seq_len)
 
     def backward_peak_bytes(self, seq_len: int, recomputation: Recomputation) -> float:
-        """Per token, alive at the peak of the unit's backward: saved, recomputed and working together."""
+        """Bytes per token at the peak of the unit's backward: saved, recomputed and working together."""
         alive = max(self.saved_bytes(seq_len, Recomputation.NONE), self.saved_bytes(seq_len, recomputation))
         return alive + self.activations.working.at(seq_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltFrom:
-    """A transformer's shape with its kernels, and the choice of its trained part, as `with_trainable` takes it."""
+    """A transformer's shape and kernels, and its trained part as an argument of `with_trainable`."""
 
     shape: TransformerShape
     kernels: Kernels
@@ -287,10 +286,10 @@ class BuiltFrom:
 class ModelSpec:
     """A model as its units, in the order in which they are entered: root, embedding, blocks, head.
 
-    `max_seq_len` is set where positions are looked up and a longer sequence cannot run. `whole_bytes` are of frozen
-    parameters that are in no unit, since every rank holds them whole. `built_from` is set where the model is one of
-    `zeromesh.model.transformer`, to build one rank's part of it. `assumed`: sentences on assumptions of its reader,
-    where a run may differ.
+    `max_seq_len` is set if positions are looked up, so that longer sequences cannot run. `whole_bytes` are those of
+    frozen parameters outside all units, since every rank holds these whole. `built_from` is set for models of
+    `zeromesh.model.transformer`, to build one rank's part. `assumed` has sentences on assumptions of its reader that
+    may not hold in a run.
     """
 
     name: str
@@ -325,11 +324,11 @@ class ModelSpec:
         return sum(unit.count * unit.num_trainable for unit in self.units)
 
     def model_flops_per_token(self, seq_len: int) -> float:
-        """FLOPs that MFU credits: 6 per parameter that multiplies, 4 where it is frozen, and 12 * layers * hidden *
-        seq_len; a third of that where no backward comes back.
+        """FLOPs that MFU credits: 6 per parameter that multiplies, or 4 if it is frozen, and 12 * layers * hidden *
+        seq_len. Without a backward, a third of that.
 
-        The input embedding does not multiply; a tied one does, as the head. Of experts, the active ones alone count.
-        No credit for recomputation, no half for causality.
+        The input embedding does not multiply; a tied one does, as the head. Only active experts count. Recomputation
+        gets no credit, and causality does not halve attention.
         """
         weights = 0.0
         for unit in self.units:
@@ -341,13 +340,13 @@ class ModelSpec:
         return weights + (12.0 * self.num_layers - 8.0 * forward_only) * self.hidden * seq_len
 
     def saved_activation_bytes(self, seq_len: int, recomputation: Recomputation) -> float:
-        """Per token, of all units together at the end of the forward pass."""
+        """Bytes per token of all units together, at the end of the forward."""
         return sum(unit.count * unit.saved_bytes(seq_len, recomputation) for unit in self.units)
 
     def peak_activation_bytes(self, seq_len: int, recomputation: Recomputation) -> float:
-        """Per token, at the worst point of the backward pass, units leaving in reverse order.
+        """Bytes per token at the worst point of the backward, in which units leave in reverse order.
 
-        While unit i runs its backward, all that the units before it saved is alive, and i's own peak.
+        During unit i's backward, everything is alive that the units before it saved, and i's own peak.
         """
         alive_before = 0.0
         peak = 0.0
@@ -359,8 +358,8 @@ class ModelSpec:
 
 
 def _before_what_trains(units: tuple[UnitSpec, ...]) -> list[UnitSpec]:
-    """No gradient flows into these. Matrices of the root that train (a tied embedding, learned positions) are used
-    before all blocks."""
+    """Returns the units into which no gradient flows. Trained matrices of the root (a tied embedding, learned
+    positions) are used before all blocks."""
     order = in_execution_order(units)
     roots = (unit for unit in units if unit.kind is UnitKind.ROOT)
     early = any(tensor.trainable and len(tensor.shape) > 1 for root in roots for tensor in root.tensors)
@@ -369,7 +368,7 @@ def _before_what_trains(units: tuple[UnitSpec, ...]) -> list[UnitSpec]:
 
 
 def in_execution_order(units: tuple[UnitSpec, ...]) -> list[UnitSpec]:
-    """Root computes after the last block and before the head; see `UnitKind`."""
+    """Sorts units by execution. The root computes after the last block and before the head; see `UnitKind`."""
     return sorted(units, key=lambda unit: _RANK[unit.kind])
 
 

@@ -1,4 +1,4 @@
-"""Which parameters train: all of them, a fraction of each, or low-rank adapters beside frozen weights."""
+"""Which parameters train: all, a fraction of each, or low-rank adapters with frozen weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeromesh.model.spec import DTYPE_BYTES, MatmulSpec, ModelSpec, PerToken, Te
 
 
 def with_trainable(model: ModelSpec, choice: str) -> ModelSpec:
-    """`model` with another choice of the part that trains. Raises ModelError if it is none of these:
+    """Returns `model` with another choice of trained parameters. Raises ModelError if `choice` is none of these:
 
     - `all`;
     - a fraction in (0, 1], of the rows of every tensor, in a stack of experts of each, which is how PaRO's
@@ -57,8 +57,8 @@ def _with_fraction(unit: UnitSpec, fraction: float) -> UnitSpec:
 
 
 def _split_rows(tensor: TensorSpec, fraction: float) -> Iterable[TensorSpec]:
-    """The leading rows train, at least one; the rest is a frozen tensor of its own."""
-    dim = 1 if len(tensor.shape) == 3 else 0  # of a stack the first is the number of experts
+    """Yields the leading rows, at least one, which train; and the rest as a separate frozen tensor."""
+    dim = 1 if len(tensor.shape) == 3 else 0  # the first dimension of a stack is the number of experts
     before, count, after = tensor.shape[:dim], tensor.shape[dim], tensor.shape[dim + 1 :]
     rows = max(1, round(fraction * count))
     yield replace(tensor, shape=(*before, rows, *after))
@@ -77,7 +77,7 @@ def _with_adapters(unit: UnitSpec, rank: int, dtype: str) -> UnitSpec:
         return frozen
     adapters = tuple(pair for matmul in unit.matmuls for pair in _adapter_matmuls(matmul, rank))
     inner = DTYPE_BYTES[dtype] * sum(m.outer * m.rows_per_token * m.count for m in adapters[0::2])
-    # Inner activations, of rank size, are products: selective recomputation keeps them too.
+    # Inner activations, of the adapters' rank, are products, so selective recomputation keeps them as well.
     kept, acts = PerToken(constant=inner), unit.activations
     return replace(
         frozen,

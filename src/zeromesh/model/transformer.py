@@ -1,8 +1,8 @@
-"""From the numbers of a transformer to its `ModelSpec`.
+"""Builds a `ModelSpec` from the numbers of a transformer.
 
 Activation bytes follow the tensors that autograd keeps, operation by operation, in the Hugging Face implementation of
-the family (transformers 5, eager mode, scaled-dot-product attention); `Kernels` changes the two operations where fused
-kernels are common. With h = hidden, q and v the query's and one key's sizes, f = ffn, w the compute dtype's bytes, per
+the family (transformers 5, eager mode, scaled-dot-product attention). `Kernels` changes operations for which fused
+kernels are common. With h = hidden, q and v the sizes of query and key, f = ffn, and w the compute dtype's bytes, per
 token:
 
 - RMS norm, unfused: the input in fp32 (4h), its normalised copy (wh), the output (wh, the next product's input).
@@ -14,11 +14,11 @@ token:
 - the residual stream itself is kept only where a norm keeps its input.
 - head: its input (wh), the labels, the logits (wV, alive as the module's output) and the loss's copies (`LOSSES`).
 
-[Note: Tensor parallel] Of t ranks each has 1/t of the heads, of f and of V (arXiv 1909.08053), which are then the sizes
-above; a tensor of h elements a token is whole, or with sequence parallelism 1/t of it (arXiv 2205.05198), but for the
-inputs of the products after a norm: they are gathered. In each half of a block and in each direction t ranks sum h
-elements a token once: an all-reduce, or with sequence parallelism a gather before and a reduce-scatter after, which
-send as much. Embedding and head together have as many as one half.
+[Note: Tensor parallel] Each of t ranks has 1/t of the heads, of f and of V (arXiv 1909.08053), which are then the sizes
+above. A tensor of h elements per token is whole, or 1/t of it with sequence parallelism (arXiv 2205.05198). The inputs
+of products after a norm are gathered in any case. In each half of a block and in each direction, t ranks sum h elements
+per token once: by an all-reduce, or with sequence parallelism by a gather before and a reduce-scatter after, which send
+as much. Embedding and head together have as many as one half.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _FP32 = 4
 def build(
     shape: TransformerShape, *, dtype: str = "bf16", kernels: Kernels = EAGER, parallel: Parallel = WHOLE
 ) -> ModelSpec:
-    """The units of a transformer that computes in `dtype`: one rank's part of it, with the collectives of tp and ep
-    ([Note: Tensor parallel]), by whose degrees the shape divides."""
+    """Returns the units of a transformer that computes in `dtype`: one rank's part, with the collectives of tp and ep
+    ([Note: Tensor parallel]). Their degrees must divide the shape."""
     width, whole, tp = DTYPE_BYTES[dtype], shape, parallel.tp
     shape = replace(
         shape, heads=shape.heads // tp, kv_heads=shape.kv_heads // tp, ffn=shape.ffn // tp, vocab=shape.vocab // tp
@@ -74,7 +74,7 @@ def build(
 
 
 def _spread(parallel: Parallel) -> int:
-    """Into how many parts a tensor of h elements a token is cut."""
+    """The number of parts that a tensor of h elements per token is divided into."""
     return parallel.tp if parallel.sequence_parallel else 1
 
 
@@ -84,7 +84,7 @@ def _root(shape: TransformerShape, width: float, kernels: Kernels, parallel: Par
     if shape.max_positions:
         tensors = (_lookup(naming.positions, shape.max_positions, shape.hidden), *tensors)
     matmuls: tuple[MatmulSpec, ...] = ()
-    saved = PerToken(constant=_norm_kept(shape, width, kernels, parallel))  # its output is the head's
+    saved = PerToken(constant=_norm_kept(shape, width, kernels, parallel))  # its output is part of the head's
     working = PerToken(constant=2 * width * shape.hidden / spread)
     traffic = _norm_traffic(shape, width, kernels) / spread
     collectives: tuple[CollectiveSpec, ...] = ()
@@ -158,7 +158,7 @@ def _block(shape: TransformerShape, width: float, kernels: Kernels, parallel: Pa
 
 
 def in_codes(unit: UnitSpec, bits: int) -> UnitSpec:
-    """A unit whose matrices are frozen codes of so many bits, packed into bytes; 0 leaves them as they are."""
+    """Returns a unit whose matrices are frozen codes of `bits` bits, packed into bytes. 0 changes nothing."""
 
     def coded(tensor: TensorSpec) -> TensorSpec:
         if not bits or len(tensor.shape) < 2 or tensor.lookup:
@@ -170,7 +170,7 @@ def in_codes(unit: UnitSpec, bits: int) -> UnitSpec:
 
 
 def in_products(unit: UnitSpec, dtype: str) -> UnitSpec:
-    """A block whose products are in another dtype than its activations: their inputs are cast."""
+    """Returns a block whose products are in another dtype than its activations, so that their inputs are cast."""
     if not dtype:
         return unit
     moved = CAST_BYTES[dtype] * sum(m.inner * m.rows_per_token * m.count for m in unit.matmuls)
@@ -211,7 +211,7 @@ def _layer_tensors(shape: TransformerShape, layer: MatmulSpec, ep: int) -> tuple
 
 
 _EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-"""One tensor for all experts' gate and up weights and one for their down weights, as transformers 5 stores them."""
+"""One tensor for the gate and up weights of all experts, and one for their down weights, as in transformers 5."""
 
 
 def _attention_matmuls(shape: TransformerShape) -> tuple[MatmulSpec, ...]:
@@ -227,7 +227,7 @@ def _mlp_matmuls(shape: TransformerShape, ep: int) -> tuple[MatmulSpec, ...]:
         into = (naming.gate, naming.up) if shape.gated else (naming.up,)
         layers = (MatmulSpec(name=name, inner=hidden, outer=ffn) for name in into)
         return (*layers, MatmulSpec(name=naming.down, inner=ffn, outer=hidden))
-    # Tokens of all that share the experts come to each: as many rows in all, of fewer experts.
+    # Tokens of all ranks that share the experts come to each: as many rows in total, for fewer experts.
     rows, experts = ep * shape.experts_per_token / shape.experts, shape.experts // ep
     stacks = (
         MatmulSpec(name=name, inner=inner, outer=outer, rows_per_token=rows, count=experts)
@@ -244,7 +244,7 @@ def _head_matmul(shape: TransformerShape) -> MatmulSpec:
 
 
 def _same_saved(output: float, saved: PerToken, working: PerToken, traffic: float) -> ActivationSpec:
-    """Activations of a unit that is never recomputed."""
+    """The activations of a unit that is never recomputed."""
     return ActivationSpec(
         output=output,
         saved_none=saved,
@@ -266,7 +266,7 @@ def _block_activations(
     kept_products = sum(
         width * m.outer * m.rows_per_token * m.count for m in matmuls[0 : -1 if kernels.graph else None : 2]
     )
-    if spread > 1:  # the policy keeps the results of the two reduce-scatters too
+    if spread > 1:  # the policy also keeps the results of the two reduce-scatters
         kept_products += 2 * boundary
     kept_attention = width * shape.query_size + _FP32 * shape.heads if _fused(shape, kernels) else 0.0
     active_ffn = shape.ffn * max(1, shape.experts_per_token)
@@ -276,7 +276,7 @@ def _block_activations(
         saved_selective=PerToken(constant=boundary + kept_products + kept_attention),
         saved_full=PerToken(constant=boundary),
         working=PerToken(
-            # the gradient that arrives, and two of inner size while the activation function runs backward
+            # the gradient that arrives, and two of inner size during the activation function's backward
             constant=width * (shape.hidden + min(2.0, 1.0 + shape.activation_saves) * active_ffn),
             per_context=0.0 if _fused(shape, kernels) else (_FP32 + width) * shape.heads,
         ),
@@ -298,7 +298,7 @@ def _norm_kept(shape: TransformerShape, width: float, kernels: Kernels, parallel
 
 
 def _product_input(shape: TransformerShape, width: float, kernels: Kernels, parallel: Parallel) -> float:
-    """A norm's output, as the products after it keep it."""
+    """Bytes of a norm's output, as the products after it keep it."""
     return width * shape.hidden / (_spread(parallel) if kernels.gathers_again else 1)
 
 
@@ -315,7 +315,7 @@ def _mlp_saved(shape: TransformerShape, width: float, kernels: Kernels) -> float
     if not shape.experts:
         return width * inner * shape.ffn
     active = shape.experts_per_token
-    # every active expert gets its own copy of the token and gives one back; the router's probabilities are fp32
+    # Every active expert gets a copy of the token and returns one. The router's probabilities are fp32.
     return width * active * (inner * shape.ffn + 2 * shape.hidden) + 2 * _FP32 * shape.experts
 
 
@@ -325,7 +325,7 @@ def _head_saved(shape: TransformerShape, width: float, kernels: Kernels, paralle
 
 
 def _logits(shape: TransformerShape, width: float, kernels: Kernels) -> tuple[float, ...]:
-    """Bytes of the logits' copies per token: kept, of the loss's backward, moved in the forward."""
+    """Bytes per token of the logits' copies: kept, made by the loss's backward, moved in the forward."""
     return tuple(shape.vocab * (width * own + _FP32 * full) for own, full in LOSSES[kernels.loss])
 
 
@@ -349,7 +349,7 @@ def _block_traffic(shape: TransformerShape, width: float, kernels: Kernels, spre
     constant = (norms + residuals) / spread + rotary + mlp
     if _fused(shape, kernels):
         return PerToken(constant=constant)
-    # A score's traffic: written; scaled; the mask added; softmax to fp32; to compute dtype; read by the next product
+    # A score is written; scaled; the mask added; softmax to fp32; to compute dtype; read by the next product
     # (transformers before 4.36, models/llama/modeling_llama.py, LlamaAttention.forward).
     score = width + 2 * width + 2 * width + (width + _FP32) + (_FP32 + width) + width
     return PerToken(constant=constant, per_context=score * shape.heads)
@@ -368,7 +368,7 @@ def _block_collectives(shape: TransformerShape, parallel: Parallel, kernels: Ker
     elif parallel.tp > 1:
         found += _summed(shape.hidden, forward=("all_reduce",), backward=("all_reduce",), times=2)
     if parallel.ep > 1:
-        # Every token goes to its experts and comes back, and so do their gradients.
+        # Every token goes to its experts and comes back, and so do gradients.
         routed = float(shape.experts_per_token * shape.hidden)
         found += [
             CollectiveSpec(axis="ep", operation="all_to_all", elements=routed, backward=backward, times=2)

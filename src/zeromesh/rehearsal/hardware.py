@@ -1,9 +1,9 @@
 """The device and links that a rehearsal is timed on, and the size of the device's memory.
 
 [Note: Kernels] Matrix products and attention take the time of their FLOPs, by torch's own formulas
-(`torch.utils.flop_counter`) and the constants with which plans are made: [Note: Shape classes] of `zeromesh.cost`.
-Every other kernel takes the time of its bytes: it reads each argument and writes each result once. A view of another
-tensor counts its own bytes in memory.
+(`torch.utils.flop_counter`) and the planner's constants: [Note: Shape classes] of `zeromesh.cost`. Every other kernel
+takes the time of its bytes: it reads each argument and writes each result once. A view of another tensor counts its own
+bytes in memory.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _PRODUCTS: dict[Any, Callable[..., Shapes]] = {
 }
 
 _LOOK_UP = (aten.embedding, aten.index, aten.index_select, aten.gather, aten.take_along_dim)
-"""They read of their table as much as they write."""
+"""Operators that read as much of their table as they write."""
 
 _OVERWRITE = (aten.copy_, aten.fill_, aten.zero_, aten._foreach_copy_, aten._foreach_zero_, aten.normal_, aten.uniform_)
-"""They do not read their destination."""
+"""Operators that do not read their destination."""
 
 _BACKWARD = "backward"
 
@@ -56,8 +56,8 @@ class KernelModel:
     _by_dtype: dict[torch.dtype, ComputeModel] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def seconds(self, function: OpOverload | None, args: Sequence[Any], result: Any, *, backward: bool) -> float:
-        """Seconds of one launch of an operator, with all of its arguments, in the order of its schema; without one, of
-        a copy from the first argument to the second. In a `backward` matrix products run at another rate."""
+        """Seconds of one launch of an operator; `args` are all its arguments, in its schema's order. If `function` is
+        None, of a copy from the first argument to the second. With `backward`, matrix products run at another rate."""
         formula = None if function is None else _formula(function)
         if function is None or formula is None:
             return self.compute.memory(moved_bytes(function, args, result))
@@ -77,11 +77,11 @@ class KernelModel:
         return flops / (compute.matrix_flops * compute.constants.matmul_share)
 
     def moves(self, function: OpOverload | None) -> bool:
-        """Whether it waits for memory and computes next to nothing."""
+        """Whether the kernel waits for memory and computes next to nothing."""
         return function is None or _formula(function) is None
 
     def _of(self, dtype: torch.dtype) -> ComputeModel:
-        """At the rates of a dtype, where the device has rates for it."""
+        """The model at the rates of `dtype`, if the device has any."""
         if dtype not in self._by_dtype:
             name = self.compute.device.compute_dtype(DTYPE_NAMES.get(dtype, ""))
             self._by_dtype[dtype] = replace(self.compute, dtype=name)
@@ -90,7 +90,7 @@ class KernelModel:
 
 @cache
 def _formula(function: OpOverload) -> Callable[..., int] | None:
-    """Torch's of its FLOPs; that of fused attention for the virtual device's own."""
+    """Torch's formula for an operator's FLOPs. The virtual device's own attention has that of fused attention."""
     packet = function._overloadpacket
     if function.namespace == "zeromesh":
         fused = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
@@ -113,11 +113,11 @@ def moved_bytes(function: OpOverload | None, args: Sequence[Any], result: Any) -
         writes = declared.alias_info is not None and declared.alias_info.is_write
         written += size if writes else 0
         read += 0 if writes and (packet in _OVERWRITE or declared.is_out) else size
-    return read + (written or made)  # tensors that are written in place are returned too
+    return read + (written or made)  # tensors that are written in place are returned as well
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments or results of an operator, lists entered."""
+    """Yields the tensors among an operator's arguments or results, also those in lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -126,7 +126,7 @@ def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _held_bytes(tensor: Tensor) -> int:
-    """Bytes that a tensor really holds: an expanded one's storage, a sharded parameter's slice."""
+    """Bytes that a tensor really takes: an expanded tensor's storage, a sharded parameter's slice."""
     with torch._C.DisableTorchFunctionSubclass():
         sizes, strides = Tensor.size(tensor), Tensor.stride(tensor)
     return prod(size for size, stride in zip(sizes, strides, strict=True) if stride) * tensor.element_size()
@@ -136,8 +136,8 @@ _WORD_BYTES = 4
 
 
 class Hardware:
-    """A cluster, whose levels are the mesh's axes, with the shipped constants, with which plans are made: times of
-    kernels, and of collectives (`transfers`)."""
+    """A cluster, whose levels are the mesh's axes, with the shipped constants, which the planner also uses. It gives
+    times of kernels and of collectives (`transfers`)."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.constants = cluster, default_constants().on(cluster)
@@ -147,16 +147,16 @@ class Hardware:
 
     @property
     def limit_bytes(self) -> float:
-        """A device's memory less the margin that plans leave."""
+        """A device's memory, less the margin that plans leave."""
         return self.cluster.device.memory_bytes * (1 - DEFAULT_MARGIN)
 
     def overhead_bytes(self, communicators: int) -> float:
-        """Memory of a process besides its tensors; the allocator's loss is part of reserved memory."""
+        """Memory of a process without its tensors. The allocator's loss is part of reserved memory."""
         messages = self.cluster.messages
         return self.constants.overhead_bytes(messages=messages, communicators=communicators, dynamic_bytes=0.0)
 
     def require_levels(self, axes: Sequence[Axis]) -> None:
-        """Raises InputError for an axis, of the mesh of a part say, that is no level of the cluster."""
+        """Raises InputError if an axis, for example of a part's mesh, is not a level of the cluster."""
         levels = [level.name for level in self.cluster.levels]
         for axis in axes:
             if axis.mesh_axis not in levels:
@@ -166,7 +166,7 @@ class Hardware:
                 )
 
     def collective(self, axes: Sequence[Axis], operation: Operation, full_bytes: float) -> CollectiveCost:
-        """One collective of a whole buffer of `full_bytes` on the wire, over the group of `axes`."""
+        """Cost of one collective over the group of `axes`, on a whole buffer of `full_bytes` on the wire."""
         axes = [axis for axis in axes if axis.size > 1]
         if not axes or full_bytes <= 0:
             return FREE

@@ -1,7 +1,7 @@
-"""Rehearses ranks of a run, one after another, each in a process of its own. Torch-free.
+"""Rehearses ranks of a run one after another, each in its own process. Torch-free.
 
-In processes of their own, since a virtual device is all of a process's accelerator; one after another, since each uses
-the cores that there are.
+They need processes, since a virtual device becomes a process's only accelerator. They run one after another, since each
+uses all cores.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _TASK = "zeromesh.rehearsal.training:rehearse_rank"
 def rehearse_config(
     path: Path, overrides: Sequence[str] = (), *, world: int = 0, ranks: Sequence[int] = (0,), traced: bool = False
 ) -> list[Rehearsal]:
-    """Rehearses a step of a configured run, as `zeromesh train` takes it, on each of `ranks`, at least one. The mesh
-    must have `world` ranks, 0 for any number. If its timeline is asked for (`traced`), it needs a cluster. Raises
-    InputError if the configuration is wrong, the mesh has another number of ranks or not those ranks, or the virtual
-    device cannot be had; RanksFailedError if a process has failed."""
+    """Rehearses a step of a configured run, as in `zeromesh train`, on each of `ranks`, at least one. The mesh must
+    have `world` ranks; 0 allows any number. `traced` asks for a timeline, which needs a cluster. Raises InputError if
+    the configuration is wrong, the mesh has another number of ranks or not these ranks, or the virtual device is not
+    available; RanksFailedError if a process has failed."""
     config = load_config(path, overrides)
     if world:
         config = config.on_world(world, asker="--world asks for {world}")

@@ -1,4 +1,4 @@
-"""`zm.rehearse`: a user's own loop on the virtual device."""
+"""`zm.rehearse`: runs a user's own loop on the virtual device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
-# For IPython alone.
+# Only for IPython.
 Rehearsal._repr_html_ = lambda self: framed(rehearsal_page([self], failures_of([self])))  # type: ignore[attr-defined]
 
 

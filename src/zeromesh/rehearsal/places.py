@@ -1,4 +1,4 @@
-"""Where a step is: which unit's forward or backward runs, or which lane is at work for which unit."""
+"""Tracks where a step is: which unit's forward or backward runs, or which lane works for which unit."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _PHASES: dict[PointKind, Phase] = {
 }
 
 _ASIDE = (*COPIES, *STREAMED)
-"""Lanes that are told by their names; the others by the kinds of their transfers."""
+"""Lanes that are reported by their names. Others are reported by the kinds of their transfers."""
 
 
 class Places:
-    """Follows one step after another, and calls `left` with each place as it is left. Counts the micro-batches of the
-    last step, and notes whether units have been run again in the backward (`recomputes`)."""
+    """Follows steps, and calls `left` with each place when the step leaves it. Counts the micro-batches of the last
+    step, and notes whether units were run again in the backward (`recomputes`)."""
 
     def __init__(self, left: Callable[[Place], None]) -> None:
         self._left = left
@@ -44,12 +44,12 @@ class Places:
 
     @property
     def unit(self) -> str | None:
-        """For which unit something is launched now."""
+        """The unit that kernels and transfers are now launched for."""
         return self.now.unit if self.kind == COMPUTE else self._job_unit
 
     @property
     def micro_batch(self) -> int:
-        """Index in the step; -1 outside of forward and backward."""
+        """Index in the step; -1 outside forward and backward."""
         return self._done if self.now.phase in ("forward", "recompute", "backward") else -1
 
     def go(self, phase: Phase, unit: str | None = None) -> None:
@@ -60,7 +60,7 @@ class Places:
 
     @contextmanager
     def follow(self, engine: Engine) -> Iterator[None]:
-        """The points and lanes of `engine`, beside whoever follows them already."""
+        """Follows the points and lanes of `engine`; other watchers keep working."""
         interpreter, backend = engine.interpreter, engine.backend
         names = [unit.name for unit in engine.schedule.units]
 
@@ -72,7 +72,7 @@ class Places:
             if engine in by_engine(optimizer):
                 self.go("optimizer")
 
-        # Steps on the host run beside this thread, and launch nothing.
+        # Steps on the host run beside this thread, and launch nothing on the device.
         lanes = {kind: lane if kind == "step" else _FollowedLane(lane, self) for kind, lane in backend.lanes.items()}
         watch = interpreter.watched(point)
         before = backend.through(lanes, backend.chains)
@@ -92,11 +92,11 @@ class Places:
                 self._inside.append(unit)
                 self.go("forward", unit)
             case PointKind.POST_FORWARD if sys.exc_info()[0] is not None:
-                pass  # it was left by an exception, which is to be seen where it was raised
+                pass  # left by an exception: keep the place where it was raised
             case PointKind.POST_FORWARD:
                 if unit in self._inside:
                     del self._inside[self._inside.index(unit) :]
-                # After the root's forward the user computes the loss.
+                # After the root's forward the root's place goes on: the user computes the loss.
                 self.go("forward", self._inside[-1] if self._inside else unit)
             case PointKind.END_BACKWARD:
                 self._inside.clear()
@@ -112,8 +112,8 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class _FollowedLane(LaneProxy):
-    """A lane whose jobs are known, while they are issued, by their unit. On a device that is within `submit`, or later
-    in the same thread."""
+    """A lane that tells `places` the unit of each job while it is issued. On a device this happens in `submit`, or
+    later in the same thread."""
 
     places: Places
 

@@ -1,4 +1,4 @@
-"""The results of a rehearsal, as values, and the failures on any rank. Torch-free: one process makes them, and another
+"""The results of a rehearsal, as values, and the failures on any rank. Torch-free: one process makes them, another
 shows them."""
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from zeromesh.units import format_bytes
 Phase = Literal["build", "shard", "forward", "recompute", "backward", "optimizer", "other"]
 
 COMPUTE = "compute"
-"""The lane of all that is on no lane of the engine: the model's own kernels, and others issued beside them."""
+"""The lane of all kernels that are on none of the engine's lanes: the model's own, and others issued beside them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where something happens, in a step or before it; `unit` is a name, "" for the root, None where it belongs to
-    none."""
+    """A place in a step or before it. `unit` is a name, "" for the root, None if there is no unit."""
 
     phase: Phase
     unit: str | None = None
@@ -44,7 +43,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most that is in use, and that the allocator has reserved, while one place lasts."""
+    """The most memory in use, and reserved by the allocator, during one place."""
 
     place: Place
     allocated_bytes: int
@@ -53,8 +52,8 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """A rehearsed rank's share of its machine's memory: the model's state by kind, and the most that is in use. A
-    machine has so many `ranks`, 0 without a cluster, which together may take `limit_bytes`; None if it is unknown."""
+    """A rehearsed rank's share of its machine's memory: the model's state by kind, and the most in use. The machine has
+    `ranks` ranks (0 without a cluster), which together may take `limit_bytes`; None if that is unknown."""
 
     kinds: tuple[MemoryLine, ...]
     peak_bytes: int
@@ -63,7 +62,7 @@ class HostMemory:
 
     @property
     def failure(self) -> str | None:
-        """The failure, if a machine has too little memory for its ranks."""
+        """The failure, if the machine has too little memory for its ranks; else None."""
         wanted = self.ranks * self.peak_bytes
         if self.limit_bytes is None or wanted <= self.limit_bytes:
             return None
@@ -75,20 +74,20 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of the rehearsed rank's device.
+    """Bytes on the rehearsed rank's device.
 
-    `retries`: how often a step has no room for a further segment, so that the allocator waits for the device and gives
-    free ones back.
+    `retries`: how often in a step there is no room for a further segment, so that the allocator waits for the device
+    and frees unused segments.
     """
 
     kinds: tuple[MemoryLine, ...]  # of the model's state
-    rest_bytes: int  # in use between two steps, state and all else
-    peaks: tuple[Peak, ...]  # by place, each place once, in the order in which they are first come to
-    growth: tuple[Peak, ...] = ()  # in which the allocator has reserved more than ever before, in the order of time
-    overhead_bytes: float = 0.0  # of a process beside its tensors: context, communicators; 0 without a cluster
-    limit_bytes: float | None = None  # of the device, its margin off; None without a cluster
+    rest_bytes: int  # in use between two steps: state and all else
+    peaks: tuple[Peak, ...]  # by place, each place once, in the order of first visit
+    growth: tuple[Peak, ...] = ()  # each time that the allocator reserves more than ever before, in order
+    overhead_bytes: float = 0.0  # of a process without its tensors: context, communicators; 0 without a cluster
+    limit_bytes: float | None = None  # of the device, less the margin; None without a cluster
     retries: int = 0
-    host: HostMemory | None = None  # where shards lie in the host's memory
+    host: HostMemory | None = None  # if shards lie in the host's memory
 
     @property
     def predicted_bytes(self) -> int:
@@ -100,7 +99,7 @@ class Memory:
 
     @property
     def peak(self) -> Peak:
-        """Where most is in use; the first such place."""
+        """The peak of the place with the most memory in use; the first one if there are several."""
         return max(self.peaks, key=lambda peak: peak.allocated_bytes)
 
     @property
@@ -109,7 +108,7 @@ class Memory:
 
     @property
     def activations_bytes(self) -> int:
-        """At the peak, beside the memory in use between steps."""
+        """Bytes at the peak beyond those in use between steps."""
         return max(0, self.peak.allocated_bytes - self.rest_bytes)
 
     @property
@@ -118,12 +117,12 @@ class Memory:
 
     @property
     def needed_bytes(self) -> float:
-        """Bytes of the device that the process reserves at most."""
+        """The most bytes of the device that the process reserves."""
         return self.peak_reserved_bytes + self.overhead_bytes
 
     @property
     def fails_at(self) -> Peak | None:
-        """The first place at which the device's memory does not suffice."""
+        """The first place at which the device's memory does not suffice; None if it always does."""
         limit = self.limit_bytes
         if limit is None:
             return None
@@ -132,7 +131,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launches:
-    """Kernels and collectives of one unit in a step, of one kind of transfers or of the computation."""
+    """Number of kernels and collectives that a step launches for one unit, for one kind of transfers or for
+    computation."""
 
     unit: str
     kind: str
@@ -141,7 +141,7 @@ class Launches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRead:
-    """A place in the code at which the host waits for the device, and how often in a step."""
+    """A line of code at which the host waits for the device, and how often per step."""
 
     what: str
     where: str
@@ -150,7 +150,7 @@ class HostRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One collective, as all ranks of its group must call it."""
+    """One collective; all ranks of its group must call it alike."""
 
     axis: str
     operation: str
@@ -165,28 +165,28 @@ class Rehearsal:
     model: str
     strategy: str
     mesh: tuple[tuple[str, int], ...]  # (axis, size), outermost first
-    world: int  # how many ranks there would be
-    rank: int  # the one that was rehearsed
+    world: int  # number of ranks in the run
+    rank: int  # the rank that was rehearsed
     micro_batches: int  # of a step
-    cluster: str  # whose device and links the timeline is of; empty without one
+    cluster: str  # its device and links give the timeline; empty without one
     memory: Memory  # of the device
     axes: tuple[TrafficLine, ...] = ()
     launches: tuple[Launches, ...] = ()  # by unit and kind, of a step
     blocks: tuple[str, ...] = ()  # names of the block units
-    races: tuple[str, ...] = ()  # found by the checker, as the next
+    races: tuple[str, ...] = ()  # found by the checker, like the next
     early_frees: tuple[str, ...] = ()
     host_reads: tuple[HostRead, ...] = ()  # by line of code
     calls: tuple[Call, ...] = ()  # the collectives of a step, in order
-    failures: tuple[str, ...] = ()  # errors to come, and where
-    host_s: float = 0.0  # of a step: the host's work on this machine, whose kernels compute shapes alone
-    step_s: float | None = None  # of a step on the cluster; None without one
-    exposed_s: float | None = None  # of that, while the computation waits for communication
+    failures: tuple[str, ...] = ()  # errors that will come, and where
+    host_s: float = 0.0  # the host's work in a step, on this machine, whose kernels only compute shapes
+    step_s: float | None = None  # on the cluster; None without one
+    exposed_s: float | None = None  # part of it in which the computation waits for communication
     trace: Trace | None = None  # of the step
 
     __repr__ = short_repr
 
     def launches_per_unit(self) -> dict[str, int]:
-        """By kind, the most of any block; of any unit where the model has no blocks."""
+        """By kind, the most launches of any block; of any unit if the model has no blocks."""
         units = set(self.blocks) or {line.unit for line in self.launches}
         most: dict[str, int] = {}
         for line in self.launches:
@@ -195,7 +195,7 @@ class Rehearsal:
         return most
 
     def to_json(self) -> dict[str, Any]:
-        """The output of `--json` for one rank."""
+        """The object that `--json` prints for one rank."""
         memory = self.memory
         return {
             "model": self.model,
@@ -248,7 +248,7 @@ def _kinds(lines: Sequence[MemoryLine]) -> dict[str, dict[str, int]]:
 
 
 def failures_of(rehearsals: Sequence[Rehearsal]) -> tuple[str, ...]:
-    """One line each, that of the first rank first."""
+    """Returns the failures of all ranks, one line each, the first rank's first."""
     several = len(rehearsals) > 1
     found = []
     for rehearsal in rehearsals:

@@ -1,4 +1,4 @@
-"""A rehearsal for people: tables in the terminal, one self-contained HTML page. Torch-free."""
+"""Shows a rehearsal to people: tables in the terminal, or one self-contained HTML page. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zeromesh.report.text import rich_table
 from zeromesh.units import format_bytes, format_seconds
 
 _READS = 20
-"""Lines of code at which the host waits that are listed."""
+"""Limit for the listed lines of code at which the host waits."""
 
 
 def print_rehearsal(rehearsals: Sequence[Rehearsal], failures: Sequence[str]) -> None:
-    """Prints the rehearsal of the first rank, and failures on any, differences between ranks included."""
+    """Prints the rehearsal of the first rank, and failures on any rank, including differences between ranks."""
     console = Console()
     first = rehearsals[0]
     console.print(Text(_title(first), style="bold"))
@@ -35,7 +35,7 @@ def print_rehearsal(rehearsals: Sequence[Rehearsal], failures: Sequence[str]) ->
 
 
 def rehearsal_page(rehearsals: Sequence[Rehearsal], failures: Sequence[str]) -> str:
-    """The same as a page, as HTML, with the timeline."""
+    """Returns the rehearsal as an HTML page, with the timeline."""
     first = rehearsals[0]
     return Page(
         title=_title(first),
@@ -116,7 +116,7 @@ def _state(memory: Memory) -> Table:
 
 
 def _peaks(memory: Memory) -> Table:
-    """The highest place of each phase, in the order of phases."""
+    """Lists the highest place of each phase, in the order of phases."""
     highest: dict[str, Peak] = {}
     for peak in memory.peaks:
         before = highest.get(peak.place.phase, peak)

@@ -1,9 +1,9 @@
 """Takes steps of a sharded model on the virtual device, and reports on them.
 
-[Note: Steps] The first step makes all that later ones find: the optimizer's states, the order of units. The second is
-taken as it is, and timed: the host's seconds, of its processor, since nothing here is waited for. The third is checked
-for races, early frees and host reads. The fourth and fifth are recorded for the timeline, which is in a steady state
-from the first one's refreshes on: the fifth's is shown. Peaks are those of all of them, and of `zm.shard`.
+[Note: Steps] The first step creates state that later ones find: the optimizer's states, the order of units. The second
+is unobserved and timed: the host's processor seconds, since nothing here waits. The third is checked for races, early
+frees and host reads. The fourth and fifth are recorded for the timeline, and the fifth is shown: it is in a steady
+state from its first refreshes on. Peaks cover all of them, and `zm.shard`.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from zeromesh.trace import MemoryLine
 _SOURCES = Path(__file__).parents[2]
 
 _UNKNOWN_BYTES = 2 << 20
-"""Size of tensors whose values the virtual device never knows."""
+"""Tensors of this size or more never have known values on the virtual device."""
 
 _COMMUNICATORS = 2
 """Communicators of each axis: one for gathers, one for reductions."""
 
 
 class Peaks:
-    """The most that is in use in each place, in the order in which places are first come to; of the host's memory; and
-    in the order of time, where more was reserved than before (`growth`)."""
+    """The most memory in use by place, in the order of first visit; of the host's memory; and, in the order of time,
+    each time that more was reserved than before (`growth`)."""
 
     def __init__(self) -> None:
         self.host_bytes = 0
@@ -57,7 +57,7 @@ class Peaks:
         simdev.reset_peak_memory()
 
     def left(self, place: Place) -> None:
-        """Attributes the memory peak since the last place was left to this one."""
+        """Attributes the memory peak since the last call to the place that is left."""
         stats = simdev.memory_stats()
         now = Peak(place=place, allocated_bytes=stats.peak_allocated_bytes, reserved_bytes=stats.peak_reserved_bytes)
         before = self.by_place.get(place, now)
@@ -69,8 +69,8 @@ class Peaks:
 
 
 class Stage:
-    """Where one rank rehearses: models that are built, sharded and stepped here are watched. Without a cluster there is
-    no timeline."""
+    """Where one rank rehearses: it watches models that are built, sharded and stepped inside. Without a cluster there
+    is no timeline."""
 
     def __init__(self, cluster: Cluster | None) -> None:
         self.hardware = None if cluster is None else Hardware(cluster)
@@ -78,10 +78,10 @@ class Stage:
         self.places = Places(self.peaks.left)
 
     def take(self, step: Callable[[], object], model: nn.Module, optimizer: Optimizer, *, rank: int) -> Rehearsal:
-        """Rehearses steps of a sharded model, each a whole one, the optimizer's included: [Note: Steps]. Raises
-        InputError if the cluster has no level of the name of an axis."""
+        """Rehearses steps of a sharded model; each call of `step` is a whole step, including the optimizer's: [Note:
+        Steps]. Raises InputError if an axis is not the name of a level of the cluster."""
         engine, failures = engine_of(model), list[str]()
-        found: dict[str, Any] = {}  # of the rehearsal's fields, as far as the steps come
+        found: dict[str, Any] = {}  # the rehearsal's fields, as far as the steps get
         if self.hardware is not None:
             self.hardware.require_levels(engine.schedule.axes)
         _forget_values(engine)
@@ -173,8 +173,8 @@ class Stage:
 
 
 def _forget_values(engine: Engine) -> None:
-    """Weights become shapes also where they are so small that the device would know their values: a model's on the meta
-    device are drawn on the first rank alone, and a step that finds NaN is another one than that which trains."""
+    """Makes all weights pure shapes, even those so small that the device would know their values. Only the first rank
+    would draw those of a meta model, and a step that finds NaN differs from one in training."""
     for unit in engine.units:
         for tensor in (tensor for buffer in unit.buffers for tensor in buffer.persistent().values()):
             unknown = torch.empty(max(tensor.numel(), _UNKNOWN_BYTES), dtype=tensor.dtype, device=tensor.device)
@@ -182,13 +182,14 @@ def _forget_values(engine: Engine) -> None:
 
 
 def host_reads(checker: simdev.Checker) -> tuple[HostRead, ...]:
-    """By line of code, those that come most often first; where the host waits without reading among them."""
+    """Returns, by line of code and most frequent first, where the host reads from the device or waits for it."""
     counts = Counter((read.operation, _short(read.where)) for read in (*checker.host_reads, *checker.host_waits))
     return tuple(HostRead(what=what, where=where, count=count) for (what, where), count in counts.most_common())
 
 
 def _short(where: str) -> str:
-    """A file of a package from its name on, another as seen from here."""
+    """Shortens a path: files of packages begin with the package's name, others are relative to the working
+    directory."""
     for root in (*site.getsitepackages(), str(_SOURCES)):
         if where.startswith(f"{root}{os.sep}"):
             return where.removeprefix(f"{root}{os.sep}")
@@ -196,7 +197,7 @@ def _short(where: str) -> str:
 
 
 def _said(error: Exception) -> str:
-    """The error, and the last line of the user's own code before it."""
+    """Returns the error, with the last line of the user's own code before it."""
     passed_over = (str(Path(torch.__file__).parent), str(_SOURCES / "zeromesh"))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed_over)]
     where = f" ({_short(f'{frames[-1].filename}:{frames[-1].lineno}')})" if frames else ""

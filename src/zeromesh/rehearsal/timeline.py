@@ -1,10 +1,11 @@
-"""When the kernels of a step would run on a device: streams with virtual clocks, and a host that runs ahead of them.
+"""Computes when a step's kernels would run on a device: streams with virtual clocks, and a host that runs ahead of
+them.
 
-[Note: Clocks of streams] The host issues one thing after another. A kernel or collective starts when its stream has
-done all before it and the host has issued it; a stream that waits for an event goes on when the event's stream has come
-to it; a host that reads a result goes on when it is there. So a host that is slow leaves the device idle, and one that
-waits no longer runs ahead. Collectives share links, and slow kernels down, as in `zeromesh simulate`: they are jobs of
-the simulator's network, a lane for each stream.
+[Note: Clocks of streams] The host issues one item after another. A kernel or collective starts when the host has issued
+it and its stream has done everything before it. A stream that waits for an event goes on when the event's stream has
+reached it. A host that reads a result goes on when the result exists. So a slow host leaves the device idle, and a host
+that waits is no longer ahead. Collectives share links, and slow kernels down, as in `zeromesh simulate`: they are jobs
+of the simulator's network, with a lane for each stream.
 
 Torch-free.
 """
@@ -23,26 +24,26 @@ from zeromesh.simulator.network import Job, Network, Work
 from zeromesh.trace import Event, Trace
 
 _MOMENT_S = 1e-12
-"""Times that are closer are one: seconds are added up."""
+"""Times that are closer than this are equal: seconds are added up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """Something that the host has launched, `at_s` seconds after the recording began."""
+    """A kernel that the host has launched, `at_s` seconds after the recording began."""
 
     at_s: float
     stream: int
     seconds: float
     place: Place
-    moving: bool = False  # it waits for memory
-    kind: str = COMPUTE  # the kind of transfers that it is a part of, or "compute"
-    micro_batch: int = -1  # index in the step, -1 outside
+    moving: bool = False  # whether it waits for memory
+    kind: str = COMPUTE  # kind of the transfers that it is part of, or "compute"
+    micro_batch: int = -1  # index in the step; -1 outside micro-batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication:
-    """A collective that the host has launched, with its cost alone on its links, and names for the trace; the rest is
-    as of a kernel."""
+    """A collective that the host has launched: its cost by itself on its links, and names for the trace. Other fields
+    are as in `Kernel`."""
 
     at_s: float
     stream: int
@@ -57,8 +58,8 @@ class Communication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Something that comes after something else: an order of `zeromesh.simdev.Order`, or the end of a step to which the
-    host has come (`STEP_ENDS`)."""
+    """Orders something after something else: an order of `zeromesh.simdev.Order`, or the host's end of a step
+    (`STEP_ENDS`)."""
 
     at_s: float
     kind: str
@@ -73,7 +74,7 @@ Issued = Kernel | Communication | Order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedStep:
-    """One step on the clocks: from where the computation has ended the one before to where it ends this one."""
+    """One step on the clocks, from the end of the previous step's computation to the end of its own."""
 
     seconds: float
     trace: Trace
@@ -81,7 +82,7 @@ class TimedStep:
 
 @dataclass(slots=True, eq=False)
 class _Mark:
-    """A place in a stream, and when the stream has come to it."""
+    """A place in a stream, and when the stream reached it."""
 
     done_s: float | None = None
 
@@ -96,9 +97,9 @@ class _Queued:
     item: Kernel | Communication | _Mark | _Wait
     issued_s: float
     rows: _Rows  # of the step that issued it
-    left_s: float | None = None  # undisturbed, of a kernel that runs
+    left_s: float | None = None  # of a running kernel, undisturbed
     started_s: float = 0.0
-    job: Job | None = None  # of a collective that has been begun
+    job: Job | None = None  # of a collective that has begun
 
 
 @dataclass(slots=True)
@@ -108,7 +109,7 @@ class _Stream:
 
 
 class _Device:
-    """[Note: Clocks of streams]."""
+    """A device whose streams have clocks: [Note: Clocks of streams]."""
 
     def __init__(self, cores: float | None) -> None:
         self.network = Network(self._sent, cores)
@@ -123,7 +124,7 @@ class _Device:
         self.streams[stream].queue.append(_Queued(item, self.now_s, rows))
 
     def mark(self, stream: int, rows: _Rows) -> _Mark:
-        """The end of all that the stream has been given so far."""
+        """Marks the end of everything that the stream has been given so far."""
         mark = _Mark()
         self.put(stream, mark, rows)
         return mark
@@ -139,7 +140,7 @@ class _Device:
             self.go_on(inf)
 
     def settle(self) -> None:
-        """All that needs no time: items that are over leave their streams, those that may begin do."""
+        """Does everything that needs no time: finished items leave their streams, and those that may begin do."""
         moved = True
         while moved:  # the progress of one stream may let another go on
             moved = False
@@ -180,7 +181,7 @@ class _Device:
         queued.rows.communicated(queued.item, start, end)
 
     def go_on(self, until_s: float) -> None:
-        """To the next moment at which something is over, and not beyond `until_s`."""
+        """Goes to the next moment at which an item ends, but not beyond `until_s`."""
         heads = [stream.queue[0] for stream in self.streams.values() if stream.queue]
         running = [head for head in heads if head.left_s is not None]
         least = min((head.left_s for head in running if head.left_s is not None), default=inf)
@@ -199,10 +200,10 @@ class _Device:
 def replay(
     issued: Iterable[Issued], *, label: str, cores: float | None = None, host_scale: float = 1.0
 ) -> tuple[TimedStep, ...]:
-    """The steps of a recording as they would run, each a trace that begins where the one before has ended.
+    """Returns the steps of a recording as they would run. Each has a trace that begins where the one before has ended.
 
-    Things were issued in the order of the host, on the default stream 0 and others. The device's cores move the bytes,
-    where it has any. The recording takes time itself: for one second of it the host needs `host_scale`.
+    Items are in the host's order, on the default stream 0 and others. The device's `cores`, if it has any, move the
+    bytes. Recording takes time itself: for each recorded second the host needs `host_scale` seconds.
     """
     device, events = _Device(cores), dict[int, _Mark]()
     rows, ended = _Rows(), list[tuple[_Rows, _Mark, float]]()
@@ -244,7 +245,7 @@ def replay(
 
 
 class _Rows:
-    """Events of a step, by the clock of all steps; neighbouring kernels of a place are one."""
+    """Events of a step, by the clock of all steps. Consecutive kernels of one place are one event."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -272,13 +273,13 @@ class _Rows:
         self._events.append(event)
 
     def waited(self, start: float, end: float) -> None:
-        """The computation stands still."""
+        """Adds an event in which the computation stands still."""
         unit = self._open[0].place.unit if self._open is not None else None
         self._close()
         self._events.append(Event(name="wait", kind="wait", resource=COMPUTE, start_s=start, end_s=end, unit=unit))
 
     def cut(self, label: str, start_s: float) -> Trace:
-        """All of it, from where the step begins."""
+        """Returns all events, with times from the step's beginning."""
         self._close()
         moved = [replace(e, start_s=e.start_s - start_s, end_s=e.end_s - start_s) for e in self._events]
         return Trace(label=label, events=tuple(sorted(moved, key=lambda event: (event.start_s, event.resource))))

@@ -18,15 +18,15 @@ from zeromesh.train.loop import build_language_model, make_trainer, plan_run
 
 
 def rehearse_rank(_store_file: Path | None, *, config: str, rank: int) -> dict[str, Any]:
-    """The task of a process that rehearses one rank; the rehearsal as JSON holds it."""
+    """The task of a process that rehearses one rank. Returns the rehearsal as JSON values."""
     found = rehearse_training(TrainConfig.model_validate_json(config), rank)
     dumped: dict[str, Any] = TypeAdapter(Rehearsal).dump_python(found, mode="json")
     return dumped
 
 
 def rehearse_training(config: TrainConfig, rank: int) -> Rehearsal:
-    """Rehearses the steps of a run on one of its ranks. Raises InputError if something in the configuration is wrong,
-    or the virtual device cannot be had here."""
+    """Rehearses the steps of a run on one of its ranks. Raises InputError if the configuration is wrong, or the virtual
+    device is not available."""
     corpus = read_corpus(config)
     with torch.device("meta"):
         model = build_language_model(config.model, corpus.tokenizer.vocab_size, values=False)

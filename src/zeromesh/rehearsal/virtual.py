@@ -1,8 +1,8 @@
 """Makes this process one rank of any number, on the virtual device, and gives the device an attention kernel.
 
-Torch composes `scaled_dot_product_attention` of products where a device brings none, and keeps every head's scores for
-the backward: other memory and other kernels than a GPU's. This kernel knows shapes alone: those that a fused one takes,
-makes and keeps.
+If a device has no kernel for `scaled_dot_product_attention`, torch composes it from products and keeps every head's
+scores for the backward. Memory and kernels would then differ from a GPU's. This kernel only knows shapes: those that a
+fused one takes, makes and keeps.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from zeromesh.errors import InputError, MeshError
 
 @contextmanager
 def virtual_rank(mesh: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
-    """The mesh, of sizes by axis name, outermost first, whose other ranks are taken to hold, and to say, the same as
-    this one. Raises MeshError if there is no such rank; InputError if the process has a process group already, or the
-    device cannot be had: there is no compiler, or torch is not the one that it was written for."""
+    """Yields a mesh with these sizes by axis name, outermost first. All other ranks are assumed to hold and send the
+    same as this one. Raises MeshError if there is no such rank; InputError if the process has a process group already,
+    or the device is not available: there is no compiler, or torch has a version that it was not written for."""
     world = prod(mesh.values())
     if not 0 <= rank < world:
         raise MeshError(f"ranks of this mesh are 0 to {world - 1}, got {rank}")
@@ -39,7 +39,7 @@ def virtual_rank(mesh: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
         )
     device = simdev.start(virtual=True)
     fuse_attention()
-    simdev.module.empty_cache()  # of an earlier rehearsal
+    simdev.module.empty_cache()  # memory of an earlier rehearsal
     simdev.counting_group(rank, world)
     try:
         with (
@@ -49,7 +49,7 @@ def virtual_rank(mesh: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
             yield init_device_mesh(device.torch.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     finally:
         dist.destroy_process_group()
-        # It holds meshes of these groups, equal to those of the next.
+        # The cache holds meshes of these groups, equal to the next ones.
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
@@ -68,7 +68,7 @@ _PLACE = "AutogradPrivateUse1"
 
 @cache
 def fuse_attention() -> Any:
-    """Gives it to the device of this process; kept as long as the returned libraries."""
+    """Gives the device its attention kernel. It is registered for as long as the returned libraries live."""
     library: Any = torch.library.Library("zeromesh", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it so
     inputs = "Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal"
     library.define(f"scaled_dot_product({inputs}) -> (Tensor, Tensor)")
@@ -99,7 +99,7 @@ def _attention(
 
 
 def _shapes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """The result, and of each row of scores the logarithm of its sum."""
+    """Makes the result, and for each row of scores the logarithm of its sum."""
     result = query.new_empty((*query.shape[:-1], value.shape[-1]))
     return result, query.new_empty(query.shape[:-1], dtype=torch.float32)
 

@@ -1,4 +1,4 @@
-"""Hears of everything that a step issues on the virtual device, and keeps the material of counts and timelines."""
+"""Watches everything that a step issues on the virtual device, and keeps the data for counts and timelines."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from zeromesh.simdev import recorder
 from zeromesh.strategy import Axis
 
 EVERYONE = "mesh"
-"""The name of the group of all ranks, beside those of the axes."""
+"""The name of the group of all ranks; other groups are named after axes."""
 
 _NOTHING = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::set_", "aten::_local_scalar_dense", "aten::lift")
-"""How the names of operators begin for which a device launches nothing."""
+"""Beginnings of the names of operators that launch nothing on a device."""
 
 _COPIES = ("copy to the host", "copy from the host")
-"""The device's words for them."""
+"""The device's names for copies."""
 
 _OPERATIONS: tuple[Operation, ...] = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
-"""The device's operations that the cost model knows by the same names; all others count as all-to-all."""
+"""The device's operations that the cost model knows under the same names. All others count as all-to-all."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Watch:
-    """Called by the device of every kernel, collective and order, in the order in which the host issues them. Without
-    hardware they take no seconds."""
+    """The device calls it with every kernel, collective and order, in the host's order. Without hardware they take no
+    time."""
 
     places: Places
     hardware: Hardware | None
     axes: Mapping[str, Axis]  # of all layouts, by name
-    whole: Sequence[Axis]  # those of the model's own layout
+    whole: Sequence[Axis]  # of the model's own layout
     issued: list[Issued] = field(default_factory=list)  # everything, for `replay`
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (unit, kind)
     calls: list[Call] = field(default_factory=list)
-    host_s: float = 0.0  # processor seconds of the recording, less this object's own
-    step_s: float = 0.0  # of that, the last step's
+    host_s: float = 0.0  # processor seconds of the recording, without this object's own
+    step_s: float = 0.0  # part of them, in the last step
     _left_s: float = field(default_factory=time.process_time)
 
     def begin(self) -> None:
-        """A step begins: all counts so far were another's."""
+        """Begins a step, and resets the counts."""
         self.launches.clear()
         self.calls.clear()
         self.step_s = -self.host_s
@@ -101,7 +101,7 @@ class Watch:
         )
 
     def _collective(self, sent: recorder.Collective) -> None:
-        # Our groups say their axis and their purpose, and a mesh's its dimension, which may be several axes.
+        # Our groups are named by axis and purpose. A mesh's group is named by its dimension, which may be several axes.
         own, dimension = sent.group.rpartition(" ")[0], sent.group.removeprefix("mesh_")
         over = [self.axes[own]] if own in self.axes else [axis for axis in self.whole if axis.mesh_axis == dimension]
         axis = EVERYONE if not over else over[0].name if len(over) == 1 else dimension
@@ -147,7 +147,7 @@ def whole_bytes(operation: Operation, ranks: int, sent_bytes: float) -> float:
 
 @cache
 def _operator(name: str) -> OpOverload | None:
-    """The operator of a full name; None for a copy, which the device tells of by its two tensors alone."""
+    """Returns the operator of a full name; None for a copy, for which the device reports only its two tensors."""
     if "::" not in name or name == "aten::copy_":
         return None
     namespace, _, rest = name.partition("::")

@@ -1,1 +1,1 @@
-"""Plans and simulations for people: tables in the terminal, one self-contained HTML page."""
+"""Shows plans and simulations to people: tables in the terminal, or one self-contained HTML page."""

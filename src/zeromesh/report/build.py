@@ -1,4 +1,4 @@
-"""From a plan or a simulation to the page that shows it."""
+"""Makes the page of a plan or a simulation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from zeromesh.units import format_bytes, format_seconds
 
 KINDS = ("params", "grads", "optimizer", "buffers", "activations", "overhead")
 _FINEST = 2000
-"""Spans of a row that a screen can show; closer ones of a kind are drawn as one."""
+"""Spans that a screen can show in a row; closer spans of one kind are drawn as one."""
 
 
 def plan_page(planned: Planned) -> str:
@@ -58,7 +58,7 @@ def plan_page(planned: Planned) -> str:
 
 
 def simulation_page(choices: Sequence[Choice], cluster: Cluster | None = None) -> str:
-    """The page of one simulated strategy, as HTML: of its first choice, with the others in a table."""
+    """Returns the HTML page of a simulated strategy: its first choice, and the others in a table."""
     choice, simulation = choices[0], choices[0].simulation
     devices = f"{cluster.world} x {cluster.device.name}" if cluster else f"{simulation.world} devices"
     return Page(
@@ -80,11 +80,12 @@ def _sections(choices: Sequence[Choice], best: Choice) -> tuple[Section, ...]:
 
 
 _ANY = 0.97
-"""Share of computation from which on a layout hardly waits, and within which layouts are taken for equally fast."""
+"""From this share of computation on, a layout hardly waits. Layouts whose times have at least this ratio count as
+equally fast."""
 
 
 def search_note(planned: Planned) -> str:
-    """A sentence on the searched space and the gap to the optimum."""
+    """Returns sentences on the searched space and the gap to the optimum."""
     found = planned.found
     proof = (
         "No layout is faster than the fastest: this is proven."
@@ -100,7 +101,8 @@ def search_note(planned: Planned) -> str:
 
 
 def choice_lines(planned: Planned) -> list[str]:
-    """Why the best is recommended: the fastest beside it, how far both may be off, and how much the network matters."""
+    """Returns lines on why the best layout is recommended: the fastest beside it, how far both may be off, and how much
+    the network matters."""
     best, fastest = planned.best.simulation, planned.fastest.simulation
     lines = []
     differ = planned.best.candidate != planned.fastest.candidate
@@ -141,7 +143,7 @@ def choice_lines(planned: Planned) -> list[str]:
 
 
 def what_if_lines(planned: Planned, then: Sequence[tuple[str, Planned]]) -> list[str]:
-    """The recommendation and its step time now and after each change."""
+    """Returns the recommendation and its step time now, and after each change."""
     now_s = planned.best.simulation.step_s
     lines = [f"now: {_taken(planned)}"] if then else []
     for change, other in then:
@@ -156,7 +158,7 @@ def _taken(planned: Planned) -> str:
 
 
 def candidates_table(choices: Sequence[Choice]) -> Table:
-    """One row a choice, best first."""
+    """One row per choice, best first."""
     return Table(
         heads=("strategy", "micro-batch", "recompute", "step", "tokens/s/device", "MFU", "exposed", "memory", "fits"),
         rows=tuple(
@@ -177,7 +179,7 @@ def candidates_table(choices: Sequence[Choice]) -> Table:
 
 
 def traffic_table(choice: Choice) -> Table:
-    """One row an axis, innermost first, as the strategy names it."""
+    """One row per axis, innermost first, with the strategy's names."""
     simulation = choice.simulation
     exposed: dict[str, float] = {}
     for axes, _, seconds in simulation.exposed:
@@ -194,7 +196,7 @@ def traffic_table(choice: Choice) -> Table:
             )
             for axis in simulation.axes
         )
-        # Traffic over several axes at once is waited for as a whole.
+        # A wait for traffic over several axes at once is not divided.
         + tuple(
             (axes, "", "", "", format_seconds(seconds))
             for axes, seconds in exposed.items()
@@ -204,7 +206,7 @@ def traffic_table(choice: Choice) -> Table:
 
 
 def pipeline_lines(simulation: Simulation) -> list[str]:
-    """The ranks of a pipeline, where there is one."""
+    """Returns a line on the ranks of a pipeline, if there is one."""
     ranks = [
         f"{rank.rank}{f' to {rank.rank + rank.count - 1}' if rank.count > 1 else ''}: "
         f"{format_seconds(rank.step_s, digits=4)}, {format_bytes(rank.memory_bytes)}"
@@ -281,7 +283,7 @@ def _memory_of(point: Estimate) -> str:
 
 
 def timeline(trace: Trace, micro_batches: int) -> Timeline:
-    """A step's events, row by row."""
+    """Draws a step's events, with a row for each resource."""
     whole = trace.step_s
     resources = sorted({event.resource for event in trace.events}, key=lambda name: (name != "compute", name))
     caption = f"{format_seconds(whole, digits=4)}: {trace.label}"
@@ -310,7 +312,7 @@ def _row(name: str, events: Sequence[Event], whole: float) -> Row:
 
 
 def _merged(events: Sequence[Event], finest_s: float) -> list[list[Event]]:
-    """Neighbours of a kind together where the screen could not tell them apart."""
+    """Groups neighbouring events of a kind that the screen could not tell apart."""
     groups = [[event] for event in events[:1]]
     for before, event in pairwise(events):
         near = event.start_s - before.end_s < finest_s and event.end_s - groups[-1][0].start_s < finest_s

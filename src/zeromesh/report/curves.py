@@ -1,4 +1,4 @@
-"""Quantities over the course of a run, as curves that a page can show."""
+"""Quantities over the course of a run, as curves for a page."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from statistics import fmean
 from zeromesh.report.page import Curve, CurveChart, Span, Tick
 
 MOST = 300
-"""Points of a curve: a screen shows no more, and a page of a long run stays small."""
+"""Most points of a curve: a screen shows no more, and the page of a long run stays small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
     name: str
     colour: str  # a class of the page's style
-    values: Sequence[float]  # one for each place; NaN or infinite where there is none
+    values: Sequence[float]  # one per place; NaN or infinite if there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Point:
-    """The finite values of neighbours: where, their mean, the smallest and the largest."""
+    """The finite values of neighbouring places: position, mean, smallest and largest."""
 
     x: float
     mean: float
@@ -40,13 +40,13 @@ def curve_chart(
     *,
     from_zero: bool = False,
 ) -> CurveChart | None:
-    """The chart of some series over the same steps; None where none of them has a finite value.
+    """Makes a chart of series over the same steps. Returns None if no value is finite.
 
     Args:
-        key: its id on the page.
+        key: id on the page.
         places: the values' steps, rising.
-        write: a value for people.
-        from_zero: the axis of values begins at 0.
+        write: formats a value for people.
+        from_zero: True if the axis of values begins at 0.
     """
     size = -(-len(places) // MOST) or 1
     groups = [range(start, min(start + size, len(places))) for start in range(0, len(places), size)]
@@ -95,7 +95,7 @@ def curve_chart(
 
 
 def round_values(low: float, high: float) -> list[float]:
-    """Four to nine round values between two."""
+    """Returns four to nine round values between two values."""
     step = 10 ** math.floor(math.log10((high - low) / 4))
     step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 8)
     first = math.ceil(low / step)

@@ -1,4 +1,4 @@
-"""Values in a notebook: `_repr_html_` shows their page. `import zeromesh` loads this where IPython runs."""
+"""Shows values in a notebook: `_repr_html_` returns their page. `import zeromesh` loads this module under IPython."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from zeromesh.units import format_bytes, format_seconds
 
 
 def framed(html: str) -> str:
-    """A page in a cell, whose styles stay its own."""
+    """Puts a page into a frame for a notebook cell, so that its styles do not leak."""
     return f'<iframe srcdoc="{escape(html)}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 
 def trace_page(trace: Trace) -> str:
-    """The timeline of a step, as HTML."""
+    """Returns the timeline of a step as HTML."""
     batches = len({event.micro_batch for event in trace.events if event.micro_batch >= 0})
     shown = timeline(trace, batches) if trace.events else None
     return Page(title="One step", subtitle=trace.label, facts=(), sections=(), timeline=shown).to_html()
 
 
 def value_page(plan: Plan) -> str:
-    """A plan with the figures that it was chosen by, as HTML."""
+    """Returns a plan, with the figures that it was chosen by, as HTML."""
     found: dict[str, Any] = plan.predicted or {}
     held = {kind: size for kind, size in found.get("memory_bytes", {}).items() if kind != "total"}
     most = 1.05 * sum(held.values())
@@ -50,7 +50,7 @@ def value_page(plan: Plan) -> str:
     ).to_html()
 
 
-Plan._repr_html_ = lambda self: framed(value_page(self))  # type: ignore[attr-defined]  # for IPython alone
+Plan._repr_html_ = lambda self: framed(value_page(self))  # type: ignore[attr-defined]  # only for IPython
 Choice._repr_html_ = lambda self: framed(simulation_page([self]))  # type: ignore[attr-defined]  # as above
 Planned._repr_html_ = lambda self: framed(plan_page(self))  # type: ignore[attr-defined]  # as above
 Trace._repr_html_ = lambda self: framed(trace_page(self))  # type: ignore[attr-defined]  # as above

@@ -1,6 +1,6 @@
 """The contents of a page as data; only `templates/page.html.j2` turns it into HTML.
 
-Positions are percentages of the chart they belong to, so that the template only places them.
+Positions are percentages of the chart that they belong to, so the template only has to place them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TERMS = {
     "axis": "a level of the machine, or a part of one: node[2] is 2 of a node",
     "reserved": "memory that torch's allocator has taken from the device",
 }
-"""Terms of the pages, which explain them where they stand."""
+"""Terms on the pages, with their explanations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +49,13 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One part of a stacked bar, or interval in a row of the timeline."""
+    """One part of a stacked bar, or an interval in a row of the timeline."""
 
     kind: str
     left: float
     width: float
     label: str
-    value_bytes: float = 0.0  # of a bar
+    value_bytes: float = 0.0  # for a bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Bar:
 
     @classmethod
     def of(cls, label: str, held: Mapping[str, float], most: float) -> Self:
-        """The bar of held memory, by kind, in a chart as wide as `most` bytes."""
+        """Makes a bar of memory by kind, in a chart whose width is `most` bytes."""
         left, segments = 0.0, []
         for kind, size in held.items():
             width = 100 * size / most
@@ -82,7 +82,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryChart:
-    """Stacked bars against the device's limit, where one is known."""
+    """Stacked bars with the device's limit, if known."""
 
     kinds: tuple[str, ...]
     bars: tuple[Bar, ...]
@@ -102,7 +102,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One candidate in the plane of memory and time."""
+    """One candidate in a plot of time over memory."""
 
     x: float
     y: float
@@ -114,7 +114,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontChart:
-    """The memory-time front, joined as steps: less memory costs time."""
+    """The memory-time front as a step function: less memory costs time."""
 
     points: tuple[Point, ...]
     x_ticks: tuple[Tick, ...]
@@ -129,12 +129,12 @@ class Curve:
     name: str  # in the legend
     colour: str  # a class of the page's style
     line: tuple[tuple[float, float], ...]
-    band: tuple[tuple[float, float], ...] = ()  # outline of smallest and largest, where a point stands for several
+    band: tuple[tuple[float, float], ...] = ()  # outline of smallest and largest values, if a point stands for several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveChart:
-    """Curves over one axis, and spans across them whose labels tell the values there."""
+    """Curves over one axis, and spans across them with labels that tell the values."""
 
     key: str
     title: str
@@ -165,7 +165,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of text; a row's key is its `data-key`."""
+    """Rows of text. A row's key is its `data-key`."""
 
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -182,7 +182,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remark:
-    """One line of the why."""
+    """One line on why a candidate lost."""
 
     name: str
     strategy: str
@@ -192,7 +192,7 @@ class Remark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Everything on the page, top to bottom."""
+    """Everything on the page, from top to bottom."""
 
     title: str
     subtitle: str
@@ -207,7 +207,7 @@ class Page:
     notes: tuple[str, ...] = ()
 
     def to_html(self) -> str:
-        """The page, self-contained: no script, font, image or style from elsewhere."""
+        """Returns the self-contained page: no script, font, image or style from elsewhere."""
         return _environment().get_template("page.html.j2").render(page=self, terms=TERMS)
 
 

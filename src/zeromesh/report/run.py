@@ -1,4 +1,5 @@
-"""A training run for people and programs: metrics.jsonl, a page of curves and memory, and lines on the terminal."""
+"""Reports on a training run for people and programs: metrics.jsonl, a page of curves and memory, and lines on the
+terminal."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ from zeromesh.report.page import Bar, CurveChart, Fact, MemoryChart, Page
 from zeromesh.trace import MemoryLine, TrafficLine
 
 EVERY_S = 60.0
-"""Seconds between two writings of the page: a run that is killed leaves a page that is at most this old."""
+"""Seconds between two writes of the page: a killed run leaves a page that is at most this old."""
 
 PLAIN_LINES = 20
-"""About how many steps of a run are printed."""
+"""Approximate number of a run's steps that are printed."""
 
 KINDS = {
     "params": "parameters",
@@ -33,14 +34,14 @@ KINDS = {
     "optimizer": "optimizer: master copy and moments",
     "buffers": "gather and reduce buffers",
 }
-"""Kinds of `zm.memory_report`, for people."""
+"""Names of the kinds in `zm.memory_report`, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step; a line of metrics.jsonl."""
+    """Metrics of one optimizer step: a line of metrics.jsonl."""
 
-    step: int  # steps done, 1 after the first
+    step: int  # number of steps done, so 1 after the first
     loss: float  # mean over the tokens of the global batch, before the step
     grad_norm: float  # global norm before clipping
     lr: float
@@ -49,18 +50,18 @@ class StepMetrics:
     tokens_per_s: float  # of all devices together
     step_s: float  # from the start of the step to its end on rank 0
     eval_loss: float | None = None  # mean over the held-out sequences after the step, if it was evaluated
-    skipped: int | None = None  # steps so far that were skipped
-    rollbacks: int | None = None  # times that the run has gone back to a checkpoint
+    skipped: int | None = None  # number of skipped steps so far
+    rollbacks: int | None = None  # how often the run has gone back to a checkpoint
 
 
 class RunReport:
-    """Takes the steps of a run as they end. Training goes on if a disk is full: one warning for each file says so.
+    """Receives the steps of a run as they end. If a disk is full, training goes on, with one warning per file.
 
     Args:
         directory: receives metrics.jsonl, samples.jsonl and, with `page`, run.html.
-        done: steps of earlier starts; later ones in metrics.jsonl are dropped, since they come again.
-        lines: model, layout, data and batch, for people; the first is the page's subtitle.
-        memory: by kind and rank, as far as it is known.
+        done: steps of earlier starts. Later steps in metrics.jsonl are dropped, since they come again.
+        lines: model, layout, data and batch, for people. The first is the page's subtitle.
+        memory: lines by kind and rank, as far as they are known.
     """
 
     def __init__(
@@ -77,12 +78,12 @@ class RunReport:
         self._directory, self._metrics = directory, directory / "metrics.jsonl"
         self._samples = directory / "samples.jsonl"
         if not done:
-            self._samples.unlink(missing_ok=True)  # another run's
+            self._samples.unlink(missing_ok=True)  # those of another run
         self._all, self._lines, self._strategy, self._memory = steps, lines, strategy, memory
         self._page = page
         self._steps = array("q")
         self._columns = {name: array("d") for name in StepMetrics.__slots__ if name != "step"}
-        self._paces: deque[float] = deque(maxlen=20)  # seconds of this start's last steps: one slow one changes nothing
+        self._paces: deque[float] = deque(maxlen=20)  # seconds of this start's last steps, for their median
         self._written_s = perf_counter()
         self._changed = False  # a start without steps leaves the page as it is
         self._warned: set[Path] = set()
@@ -94,7 +95,7 @@ class RunReport:
         self._add(fields)
         self._paces.append(metrics.step_s)
         self._changed = True
-        # JSON has no NaN and no infinity.
+        # JSON has neither NaN nor infinity.
         finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in fields.items()}
         with self._going_on(self._metrics):
             self._file = self._file or self._metrics.open("a", encoding="utf-8")
@@ -121,7 +122,7 @@ class RunReport:
         self._write_page()
 
     def rewind(self, done: int) -> None:
-        """Drops later steps: the run has gone back, or begins there."""
+        """Drops steps after `done`: the run has gone back, or begins there."""
         del self._steps[:]
         for column in self._columns.values():
             del column[:]
@@ -164,7 +165,7 @@ class RunReport:
                 write_whole(path, self.to_html())
 
     def to_html(self) -> str:
-        """The page as it is now."""
+        """Returns the page as it is now."""
         columns, memory = self._columns, self._memory()
         best = min(
             ((loss, step) for loss, step in zip(columns["eval_loss"], self._steps, strict=True) if math.isfinite(loss)),
@@ -208,7 +209,7 @@ class RunReport:
 
 
 def steps_up_to(path: Path, done: int) -> list[dict[str, Any]]:
-    """The steps in a metrics file of at most that number, without lines that a kill or a disk has spoilt."""
+    """Returns the steps up to number `done` in a metrics file, without lines that a kill or a disk has damaged."""
     kept = []
     for line in path.read_bytes().split(b"\n")[:-1] if done and path.exists() else ():
         try:
@@ -220,7 +221,7 @@ def steps_up_to(path: Path, done: int) -> list[dict[str, Any]]:
 
 
 def describe(metrics: StepMetrics) -> str:
-    """Losses, gradient norm and pace of a step, and faults so far.
+    """Formats losses, gradient norm and pace of a step, and faults so far.
 
     >>> step = {"step": 3, "lr": 3e-4, "tokens": 100, "positions": 100, "tokens_per_s": 5120.4, "step_s": 0.1}
     >>> describe(StepMetrics(loss=2.5, grad_norm=1.25, skipped=2, **step))
@@ -236,7 +237,7 @@ def describe(metrics: StepMetrics) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds.
+    """Formats hours, minutes and seconds.
 
     >>> clock(75.2), clock(3675)
     ('1:15', '1:01:15')
@@ -247,7 +248,7 @@ def clock(seconds: float) -> str:
 
 
 def comparison(memory: Sequence[Sequence[MemoryLine]], traffic: Sequence[Sequence[TrafficLine]]) -> str:
-    """Predicted beside measured memory and traffic, in bytes; the largest if devices differ. Lines of
+    """Compares predicted with measured memory and traffic, in bytes; if devices differ, it shows the largest. Lines of
     `zm.memory_report` come by kind and rank, those of `zm.traffic_report` by axis and rank."""
     held = {
         place: {
@@ -275,7 +276,7 @@ def comparison(memory: Sequence[Sequence[MemoryLine]], traffic: Sequence[Sequenc
 
 
 def places(directory: Path) -> str:
-    """A line that names the files in a run's directory, by paths from here where these are shorter."""
+    """Returns a line that names the files in a run's directory, by relative paths if these are shorter."""
     files = {"page": "run.html", "metrics": "metrics.jsonl", "checkpoints": "checkpoints"}
     found = {name: directory / file for name, file in files.items() if (directory / file).exists()}
     return ", ".join(f"{name} {min(str(path), os.path.relpath(path), key=len)}" for name, path in found.items())
@@ -296,7 +297,7 @@ def _table(title: str, measured: str, rows: Mapping[str, Sequence[tuple[int, int
 
 
 def _memory_chart(memory: Sequence[Sequence[MemoryLine]]) -> MemoryChart:
-    """The device that holds most: predicted above allocated."""
+    """Shows the device that holds most: predicted above allocated."""
     memory = [ranks for ranks in memory if ranks[0].place == "device"]
     ranks = list(zip(*memory, strict=True))
     totals = [max(line.allocated_bytes for line in lines if line.kind == "total") for lines in ranks]

@@ -1,4 +1,4 @@
-"""Plans and simulations as tables in the terminal."""
+"""Prints plans and simulations in the terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _COLOURS = {"chosen": "green", "slower": "yellow", "excluded": "red"}
 
 
 def print_plan(planned: Planned, then: Sequence[tuple[str, Planned]] = (), further: Sequence[str] = ()) -> None:
-    """The best, the best `then`, candidates, memory, traffic and the why; then `further` sentences."""
+    """Prints the best layout, the best layouts after changes (`then`), candidates, memory, traffic and reasons; then
+    the sentences in `further`."""
     console, cluster, best = Console(), planned.cluster, planned.best
     console.print(
         f"[bold]{planned.model.name}[/bold] on {cluster.world} x {cluster.device.name} "
@@ -51,7 +52,8 @@ def print_plan(planned: Planned, then: Sequence[tuple[str, Planned]] = (), furth
 
 
 def print_simulation(choices: Sequence[Choice], cluster: Cluster, further: Sequence[str] = ()) -> None:
-    """One strategy: time, memory and traffic of its first choice, beside the others; then `further` sentences."""
+    """Prints time, memory and traffic of a strategy's first choice, with the other choices; then the sentences in
+    `further`."""
     console, choice = Console(), choices[0]
     console.print(f"{choice.simulation.engine} on {cluster.world} x {cluster.device.name} of {cluster.name}")
     _candidates(console, choices)
@@ -62,12 +64,12 @@ def print_simulation(choices: Sequence[Choice], cluster: Cluster, further: Seque
 
 
 def _print_words(console: Console, *words: tuple[str, str]) -> None:
-    """Words with their styles, in one line however long."""
+    """Prints words with their styles on one line, however long."""
     console.print(Text.assemble(*words), soft_wrap=True)
 
 
 def _print(console: Console, text: str, depth: int = 0) -> None:
-    """A paragraph, indented, in which no word is broken."""
+    """Prints an indented paragraph without breaking words."""
     indent = "  " * depth
     wrapped = textwrap.TextWrapper(console.width, indent, indent, break_long_words=False, break_on_hyphens=False)
     console.print(Text(wrapped.fill(text)), soft_wrap=True)
@@ -115,7 +117,7 @@ def _details(console: Console, choice: Choice) -> None:
 
 
 def rich_table(table: Table) -> RichTable:
-    """The table for a terminal: text to the left, figures to the right."""
+    """Makes a table for a terminal: text to the left, figures to the right."""
     shown = RichTable(box=None, pad_edge=False)
     for position, head in enumerate(table.heads):
         first = position == 0

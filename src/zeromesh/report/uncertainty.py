@@ -1,6 +1,6 @@
-"""How far predictions were from published measurements, for plans.
+"""How far predictions were from published measurements, to be shown with plans.
 
-`errors.json` is written by a checkout's `make validate`, which predicts the published tables.
+A checkout's `make validate` predicts the published tables and writes `errors.json`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.resources import files
 from zeromesh.parallel import Parallel
 
 TIMED = ("tp", "cp", "pp")
-"""Degrees under which whole steps have been published."""
+"""Degrees for which whole steps have been published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,8 @@ class Errors:
     """Absolute relative errors of one predicted quantity."""
 
     of: str  # the quantity, in words
-    degrees: tuple[str, ...]  # the parallelisms beside data that were in use; none: data alone
-    rows: int  # how many published figures
+    degrees: tuple[str, ...]  # parallelisms in use besides data; empty: only data parallelism
+    rows: int  # number of published figures
     median: float
     p90: float
 
@@ -41,14 +41,14 @@ def published_errors() -> tuple[Errors, ...]:
 
 
 def error_of_steps(parallel: Parallel) -> Errors | None:
-    """The error of whole steps with these degrees, or with others beside them; None where no such step is published."""
+    """The error of published whole steps with these degrees, possibly with others; None if there are none."""
     cut = tuple(name for name in ("tp", "cp", "pp", "ep") if getattr(parallel, name) > 1)
     near = [each for each in published_errors() if set(cut) <= set(each.degrees) and "step times" in each.of]
     return min(near, key=lambda each: len(each.degrees), default=None)
 
 
 def uncertainty_lines(parallel: Parallel) -> Iterator[str]:
-    """How far a prediction with these degrees may be trusted, for people."""
+    """Yields lines on how far a prediction with these degrees can be trusted, for people."""
     cut = [name for name in ("tp", "cp", "pp", "ep") if getattr(parallel, name) > 1]
     untimed = [name for name in cut if name not in TIMED]
     if untimed:

@@ -58,7 +58,7 @@ class Mechanics:
     overlap_reduce: bool = True  # False: it stands still for every reduction of a micro-batch
     overlap_boundary: bool = True  # False: gradients are reduced to the state shard after the backward, not under it
     overlap_refresh: bool = True  # False: updated parameters are gathered before the next forward starts
-    products: tuple[str, ...] = ()  # further dtypes of the blocks' products; those of torchao and Megatron-FSDP are fsdp's
+    products: tuple[str, ...] = ()  # further dtypes of the blocks' products; fsdp's are torchao's, Megatron-FSDP's
     windowed: bool = False  # refreshes start a few units ahead of the forward, as in ours; False: all at once
     launch_order: Literal["none", "implicit"] = "none"
 
