@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 app = plain_app("bench")
 
 ROUNDS = 8
-"""On a quiet machine a ratio strays by 3 % from round to round, and its mean over eight rounds by 1 %."""
+"""On a quiet machine, ratios vary by 3 % from round to round, and means over eight rounds by 1 %."""
 
 _TIMEOUT_S = 24 * 3600.0
 _TOPOLOGY = (
@@ -85,7 +85,7 @@ def bench(
 
 
 def measure(topology: str, cells: Sequence[Cell], *, rounds: int, steps: int, probes: bool = True) -> dict[str, Any]:
-    """Starts the ranks of a topology and returns what `bench.cells.run_cells` has found there."""
+    """Starts the ranks of a topology, and returns the findings of `bench.cells.run_cells` there."""
     from bench.cells import answer_marks
     from bench.matrix import Topology
     from lab import Lab

@@ -1,6 +1,6 @@
-"""Each rank's part of a bench: it measures the layouts of a setting in turn, round by round.
+"""Each rank's part of a bench: measures the layouts of a setting in turn, round by round.
 
-The models of a setting stay in memory from round to round, so that a round costs each layout little more than its timed
+A setting's models stay in memory from round to round, so that a round costs each layout little more than its timed
 steps.
 """
 
@@ -26,10 +26,11 @@ MARK = "bench-mark"
 _MARK_TIMEOUT_S = 60.0
 
 VISIT_S = 5.0
-"""For the timed steps of a layout in a round: slow ones get fewer of them, but at least one."""
+"""Seconds for the timed steps of a layout in a round. Slow layouts get fewer steps, but at least one."""
 
 FAR = 2.0
-"""Cells that take so many times the fastest in the first round are left out of the others, which would take hours."""
+"""Cells that take this many times as long as the fastest in the first round are left out of other rounds, which would
+take hours."""
 
 Found = dict[str, Any]
 
@@ -46,11 +47,11 @@ def run_cells(
     """A task of `zeromesh.measure.launch`: probes one topology, and measures its cells round by round.
 
     Args:
-        cells: of the topology, as JSON.
+        cells: the topology's cells, as JSON.
         probe: options of `zeromesh.measure.probe.measure`; None: no probe.
-        rounds: of each cell.
-        steps: of each round that are timed, at the most.
-        marks: the folder in which the lab's counters are read; empty: there are none.
+        rounds: rounds of each cell.
+        steps: most timed steps in each round.
+        marks: the folder for readings of the lab's counters; empty if there are none.
     """
     from zeromesh.measure.probe import measure
 
@@ -72,17 +73,17 @@ class _Setting:
         counts: Callable[[], list[float]] | None,
     ) -> None:
         self._ranks, self._cells, self._rounds, self._steps, self._counts = ranks, cells, rounds, steps, counts
-        # With how many steps of each are timed.
+        # Each with its number of timed steps.
         self._models: dict[Cell, tuple[Training, int]] = {}
         self._found: dict[Cell, list[Found]] = {cell: [] for cell in cells}
 
     def run(self) -> Found:
-        """All rounds, round by round: a slow minute of the machine is a slow round of all cells."""
+        """Runs all cells round by round, so that a slow minute of the machine is a slow round of all cells."""
         cells = self._cells
         for number in range(self._rounds):
             for cell in cells:
                 self._found[cell].append(self._visit(cell) | {"round": number})
-            if number == 0:  # means of all ranks, so all ranks choose alike
+            if number == 0:  # means over all ranks, so all ranks choose alike
                 first = {cell: median(found[0]["step_s"]) for cell, found in self._found.items()}
                 cells = [cell for cell in cells if first[cell] <= FAR * min(first.values())]
                 self._models = {cell: self._models[cell] for cell in cells}
@@ -107,7 +108,7 @@ class _Setting:
 
 
 def _slowest_s(model: Training) -> float:
-    """Seconds of a first step, in which the engine learns the order of units, on the slowest rank."""
+    """Seconds of a first step on the slowest rank. The engine learns the order of units in it."""
     import torch
     import torch.distributed as dist
 
@@ -117,12 +118,13 @@ def _slowest_s(model: Training) -> float:
 
 
 def by_round(found: Sequence[Found]) -> dict[int, float]:
-    """The median step of each round, by its number."""
+    """The median step of each round, by the round's number."""
     return {one["round"]: median(one["step_s"]) for one in found}
 
 
 def _read_counters(ranks: Ranks, folder: Path) -> list[float]:
-    """Bytes out of the average link of each level so far, while all ranks stand still; the first rank's are read."""
+    """Returns the bytes out of the average link of each level so far, while all ranks stand still. The first rank reads
+    them."""
     import torch.distributed as dist
 
     read: list[float] = []
@@ -142,7 +144,7 @@ def _read_counters(ranks: Ranks, folder: Path) -> list[float]:
 
 
 def answer_marks(lab: Lab, folder: Path) -> Callable[[int, str, str], None]:
-    """For `lab.run(on_line=...)`: reads the counters whenever a rank asks for them."""
+    """Returns a function for `lab.run(on_line=...)` that reads the counters when a rank asks for them."""
 
     def on_line(rank: int, stream: str, line: str) -> None:
         if line == MARK:

@@ -37,10 +37,10 @@ STRATEGIES = {
         "package=3,node=3,cluster=3",
     ),
 }
-"""By the number of levels that have several members."""
+"""By the number of levels with several members."""
 
 LEVEL_NAMES = {1: ("node",), 2: ("cluster", "node"), 3: ("cluster", "node", "package")}
-"""Names of the levels of an emulated cluster, outermost first, by how many there are."""
+"""Names of an emulated cluster's levels, outermost first, by their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class Topology:
 
     @property
     def mesh(self) -> Mesh:
-        """Sizes of its levels, outermost first; levels of one member are left out of an emulated cluster's. Raises
-        MeshError if that has no level of several members, or more than three."""
+        """Sizes of the levels, outermost first; an emulated cluster's levels with one member are left out. Raises
+        MeshError if it has no level with several members, or more than three."""
         tree = self.tree
         if tree is None:
             return parse_mesh(self.text)
@@ -68,7 +68,7 @@ class Topology:
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The same, innermost first."""
+        """(name, size) of the levels, innermost first."""
         return tuple(self.mesh.items())[::-1]
 
 
@@ -94,10 +94,11 @@ class Cell:
 
 
 def make_cells(topologies: Sequence[str], strategies: Sequence[str], batches: Sequence[Batch]) -> list[Cell]:
-    """The cells of a matrix, topology by topology; each batch is run with every strategy.
+    """Returns the cells of a matrix, topology by topology. Each batch is run with every strategy.
 
-    Without topologies those of `TOPOLOGIES`, without strategies those of `STRATEGIES` of as many levels. A topology
-    leaves out strategies that name other levels. Raises InputError if one is wrong, or nothing is left.
+    Without topologies, it takes `TOPOLOGIES`; without strategies, those in `STRATEGIES` for the number of levels.
+    Strategies that name other levels than a topology are left out there. Raises InputError if one is wrong, or nothing
+    is left.
     """
     cells = [
         Cell(topology=topology.text, strategy=strategy, batch=batch)
@@ -111,7 +112,7 @@ def make_cells(topologies: Sequence[str], strategies: Sequence[str], batches: Se
 
 
 def by_setting(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """The cells of each topology and batch: layouts to choose from."""
+    """Groups cells by topology and batch: each group has the layouts to choose from."""
     found: dict[Cell, list[Cell]] = {}
     for cell in cells:
         found.setdefault(cell.setting, []).append(cell)

@@ -1,7 +1,7 @@
-"""Measured steps beside predicted ones, and which layout of a setting is fastest. Torch-free.
+"""Compares measured with predicted steps, and finds each setting's fastest layout. Torch-free.
 
-Predictions are made from the probe, and never from the cells. A cell's `link_bytes` are the
-kernel's counts of bytes that crossed each link of an emulated cluster, less headers of frames.
+Predictions are made from the probe, never from the cells. A cell's `link_bytes` are the kernel's counts of bytes that
+crossed each link of an emulated cluster, less the frames' headers.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from zeromesh.strategy import Layout
 from zeromesh.units import format_bytes, format_seconds
 
 CLOSE = 0.03
-"""A layout within 3 % of the fastest is as good as that."""
+"""Layouts within 3 % of the fastest count as equally good."""
 
 Rounds = Mapping[int, float]
-"""Seconds of a step by the number of the round."""
+"""Seconds of a step by the round's number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One cell, measured and predicted; seconds and bytes of one step, bytes of the average rank by axis.
+    """One cell, measured and predicted. Seconds and bytes are those of one step; bytes by axis are the average rank's.
 
-    `link_bytes` are counted by the kernel out of the average link of each level of an emulated cluster, outermost
-    first, less the frames' headers; empty on loopback.
+    `link_bytes` are the kernel's counts of bytes out of the average link of each level of an emulated cluster,
+    outermost first, less the frames' headers; empty on loopback.
     """
 
     cell: Cell
-    rounds: Rounds  # the median step of each round, by the number that all cells of a setting share
+    rounds: Rounds  # median step of each round; all cells of a setting share the numbers
     step_s: float  # this and the next two: medians of the measured steps
     exposed_s: float
     sent_bytes: Mapping[str, float]
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def spread(self) -> float:
-        """The longest round over the shortest, less 1."""
+        """The longest round divided by the shortest, less 1."""
         return max(self.rounds.values()) / min(self.rounds.values()) - 1
 
     def to_json(self) -> dict[str, Any]:
@@ -66,8 +66,8 @@ class Choice:
     """A setting (topology and batch) that was run with several strategies."""
 
     best: Row  # the fastest
-    ratios: Mapping[Cell, tuple[float, float, float]]  # of the others to it, by round: quartiles around the median
-    chosen: Row  # the one that is predicted to be fastest
+    ratios: Mapping[Cell, tuple[float, float, float]]  # quartiles, over rounds, of others' times over the best's
+    chosen: Row  # the layout that is predicted to be fastest
 
     @classmethod
     def of(cls, group: Sequence[Row]) -> Choice:
@@ -77,7 +77,7 @@ class Choice:
 
     @property
     def right(self) -> bool:
-        """Whether the chosen is the fastest, or within `CLOSE` of it."""
+        """Whether the chosen layout is the fastest, or within `CLOSE` of it."""
         return self.chosen is self.best or self.ratios[self.chosen.cell][1] <= 1 + CLOSE
 
     def to_json(self) -> dict[str, Any]:
@@ -89,7 +89,8 @@ class Choice:
         }
 
     def __str__(self) -> str:
-        """The fastest layout, those that were as fast in a quarter of the rounds, and how the predicted one does."""
+        """Names the fastest layout, those that were as fast in a quarter of the rounds, and the result of the predicted
+        one."""
         cell = self.best.cell
         near = [f"{other.strategy} {_shown(ratio)}" for other, ratio in self.ratios.items() if ratio[0] <= 1]
         line = f"{cell.topology} x{cell.batch.micro_batches} {cell.batch.dtype}: {cell.strategy} is fastest"
@@ -107,7 +108,7 @@ def _quartiles(own: Rounds, best: Rounds) -> tuple[float, float, float]:
 
 
 def make_rows(topology: str, found: Found) -> list[Row]:
-    """The cells of a topology as `cells.run_cells` has found them, with predictions."""
+    """Makes the rows of a topology from the findings of `cells.run_cells`, with predictions."""
     cluster = from_raw(found["probe"], Topology(text=topology).mesh, topology).cluster
     return [
         _row(Cell.from_json(one["cell"]), one["rounds"], cluster)
@@ -137,7 +138,7 @@ def _row(cell: Cell, rounds: Sequence[Found], cluster: Cluster) -> Row:
 
 
 def noise_of(topology: str, found: Found) -> list[str]:
-    """Why the probe of a topology cannot be trusted; empty if it can."""
+    """Returns the reasons for not trusting a topology's probe; none if it can be trusted."""
     probe = from_raw(found["probe"], Topology(text=topology).mesh, topology)
     return [
         f"probe of {topology}: {operation} over {level.name}: {one.noise}"
@@ -148,14 +149,14 @@ def noise_of(topology: str, found: Found) -> list[str]:
 
 
 def choices_of(rows: Sequence[Row]) -> list[Choice]:
-    """The choice in each setting with several layouts."""
+    """Returns the choice in each setting with several layouts."""
     by_cell = {row.cell: row for row in rows}
     groups = [[by_cell[cell] for cell in group] for group in by_setting(by_cell) if len(group) > 1]
     return [Choice.of(group) for group in groups]
 
 
 def summarise(rows: Sequence[Row], choices: Sequence[Choice]) -> dict[str, float]:
-    """The median error, and how often the best predicted strategy is as good as the best measured one."""
+    """Returns the median error, and how often the best predicted strategy is as good as the best measured one."""
     return {
         "cells": len(rows),
         "median_error": statistics.median(abs(row.error) for row in rows),
@@ -165,8 +166,8 @@ def summarise(rows: Sequence[Row], choices: Sequence[Choice]) -> dict[str, float
 
 
 def _over_links(topology: Topology, layout: Layout, sent: Mapping[str, float]) -> tuple[float, ...]:
-    """Bytes out of one link of each level of the tree, outermost first: a link carries what its ranks send over its own
-    level and over those outside it."""
+    """Returns the bytes out of one link of each level of the tree, outermost first. A link carries the bytes that its
+    ranks send over its own level, and over those outside."""
     assert topology.tree is not None
     tree, axes = topology.tree, list(topology.mesh)
     found, crossing = [], 0.0
@@ -187,7 +188,7 @@ HEADS = (
 
 
 def shown(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    """Cells of the table under `HEADS`, row by row."""
+    """Yields the cells of the table under `HEADS`, row by row."""
     for row in rows:
         cell = row.cell
         axes = [f"{axis} {format_bytes(sent)}" for axis, sent in row.sent_bytes.items()]

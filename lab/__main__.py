@@ -43,7 +43,7 @@ def lab(
     if (failure := describe_failure(results)) is not None:
         print(f"zeromesh: {failure.splitlines()[0]}", file=sys.stderr)
         codes = {result.returncode for result in results if result.failed and result.ended_because is None}
-        # The code that the failed ranks agree on: 75 (preempted) must reach whoever restarts.
+        # If the failed ranks agree on a code, pass it on: a restarter must see 75 (preempted).
         raise typer.Exit(codes.pop() if len(codes) == 1 and min(codes) > 0 else 1)
 
 

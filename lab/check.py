@@ -1,4 +1,4 @@
-"""Whether the kernel did what the plan says: it changes some rates, and brings links up, without a word."""
+"""Checks that the kernel did as planned: it changes some rates, and brings links up, without reporting it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from lab.plan import TAKEN_RATES, Bucket, Command, Wiring
 from lab.shell import execute_json
 from lab.tree import LabError, TreePath, format_rate
 
-# The kernel keeps a rate in bytes per second and a burst in ticks of 64 ns; further off, it could not represent it.
+# The kernel keeps a rate in bytes per second and a burst in ticks of 64 ns. A larger difference means that it could not
+# represent the value.
 _TOLERANCE = 0.01
 
-# Ports forward within milliseconds of being set up; a kernel that batches its link events takes a second.
+# Ports forward within milliseconds after being set up. A kernel that batches its link events takes a second.
 PORTS_TIMEOUT_S = 10.0
 _POLL_S = 5e-3
 
 
 def check_kernel(wiring: Wiring) -> None:
-    """Wait until every switch forwards, and compare every bucket with the rate that was asked for. LabError where a
-    port does not come up, or the kernel shapes otherwise than asked."""
+    """Waits until every switch forwards, and compares every bucket with the requested rate. Raises LabError if a port
+    does not come up, or the kernel shapes otherwise than requested."""
     for path in wiring.tree.switches:
         _wait_for_ports(wiring, path)
     _check_buckets(wiring)

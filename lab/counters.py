@@ -1,7 +1,7 @@
 """Bytes that crossed each link, from the kernel's own interface counters.
 
-The counters count Ethernet frames as they pass a veth pair. There TCP's segments are still joined (up to 64 KiB behind
-one header of 66 bytes), so payload and counter differ by .1 % for large messages; the bucket charges every segment of
+The counters count Ethernet frames as they pass a veth pair. TCP's segments are still joined there (up to 64 KiB behind
+one header of 66 bytes), so payload and counter differ by .1 % for large messages. The bucket charges every segment of
 1448 bytes its own header, so payload moves at 95.6 % of a link's rate.
 """
 
@@ -20,16 +20,16 @@ HEADER_BYTES = 66
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkBytes:
-    """Traffic of one link, seen from its lower end; counts can be subtracted and added."""
+    """Traffic of one link, seen from its lower end. Counts can be subtracted and added."""
 
-    sent_bytes: int = 0  # from below to above: out of the node, package or leaf that the link is named after
-    received_bytes: int = 0  # from above to below
-    sent_packets: int = 0  # frames behind `sent_bytes`, joined segments counted once
+    sent_bytes: int = 0  # up: out of the node, package or leaf that the link is named after
+    received_bytes: int = 0  # down
+    sent_packets: int = 0  # frames in `sent_bytes`; joined segments count once
 
     @property
     def sent_payload_bytes(self) -> int:
-        """TCP payload in `sent_bytes`, if nothing else was sent. The number of frames differs from run to
-        run, and as many again only acknowledge."""
+        """TCP payload in `sent_bytes`, if nothing else was sent. The number of frames differs between runs; about as
+        many again only acknowledge."""
         return self.sent_bytes - HEADER_BYTES * self.sent_packets
 
     def __add__(self, other: LinkBytes) -> LinkBytes:
@@ -43,12 +43,12 @@ Counters = Mapping[str, LinkBytes]
 
 
 def difference(after: Counters, before: Counters) -> dict[str, LinkBytes]:
-    """The traffic of each link between two readings."""
+    """Returns the traffic of each link between two readings."""
     return {name: after[name] - before[name] for name in after}
 
 
 def by_level(wiring: Wiring, counters: Counters) -> tuple[LinkBytes, ...]:
-    """The sum over the links of each level, outermost first."""
+    """Returns the sums over the links of each level, outermost first."""
     totals = [LinkBytes()] * len(wiring.tree.levels)
     for link in wiring.tree.links:
         totals[link.level] += counters[link.name]
@@ -56,7 +56,8 @@ def by_level(wiring: Wiring, counters: Counters) -> tuple[LinkBytes, ...]:
 
 
 def read_commands(wiring: Wiring) -> Mapping[TreePath, Command]:
-    """One command for each switch; it prints the statistics of the upper ends of the links below as JSON."""
+    """Returns one command for each switch, which prints the statistics of the upper ends of the links below it as
+    JSON."""
     return {
         path: Command(
             argv=("ip", "-n", wiring.namespace(path), "-s", "-j", "link", "show"), purpose="read interface counters"
@@ -66,7 +67,7 @@ def read_commands(wiring: Wiring) -> Mapping[TreePath, Command]:
 
 
 def parse(links: Iterable[Link], printed: Mapping[TreePath, list[dict[str, Any]]]) -> dict[str, LinkBytes]:
-    """The counters of `links` out of what `read_commands` printed, by the name of the link."""
+    """Extracts the counters of `links` from the output of `read_commands`, by the link's name."""
     statistics = {(path, row["ifname"]): row["stats64"] for path, rows in printed.items() for row in rows}
     return {link.name: _link_bytes(statistics[link.path[:-1], port(link)]) for link in links}
 

@@ -1,4 +1,4 @@
-"""An emulated cluster on one Linux machine: real processes, real TCP, links of the rates that one asks for."""
+"""An emulated cluster on one Linux machine: real processes, real TCP, links with chosen rates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _numbers = itertools.count()
 
 
 class Lab:
-    """A tree of shaped links with ranks at its leaves, for as long as the `with` block lasts.
+    """A tree of shaped links with ranks at its leaves, while the `with` block lasts.
 
     ::
 
@@ -37,8 +37,8 @@ class Lab:
             lab.run(["python", "train.py"], check=True)   # each rank with torchrun's environment
             print(lab.counters()["0"].sent_bytes)         # what node 0 sent over its link
 
-    Entering raises LabError if this is not root, a program is missing, or the kernel refuses a part. Nothing is left
-    behind.
+    Entering raises LabError if the user is not root, a program is missing, or the kernel refuses a part. Nothing is
+    left behind.
     """
 
     def __init__(self, tree: Tree | str) -> None:
@@ -62,7 +62,7 @@ class Lab:
 
     def __enter__(self) -> Self:
         check_host()
-        # Ranks of a killed run may still take the processors that a measurement needs.
+        # Ranks of a killed run may still use the processors that a measurement needs.
         for leftover in Registry().leftovers():
             Registry().remove(leftover)
         self._owner_pid = os.getpid()
@@ -76,9 +76,9 @@ class Lab:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A forked child that leaves the `with` block by an exception must not take the lab from its owner.
+        # A forked child that leaves the `with` block by an exception must not remove its owner's lab.
         if self._owner_pid == os.getpid():
-            # Signals wait: a second one would end the removal half-way, and the next lab would refuse the remains.
+            # Signals wait: a second one would interrupt the removal, and the next lab would fail on the remains.
             with noticing(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 Registry().remove(self.name)
                 came = asked_by()
@@ -95,18 +95,18 @@ class Lab:
         on_line: OnLine | None = None,
         check: bool = False,
     ) -> tuple[RankResult, ...]:
-        """Run `command` once for each rank and return how each ended, by rank.
+        """Runs `command` once for each rank. Returns how each ended, by rank.
 
         Args:
-            command: for every rank, or a function from a rank's `Place` to its command.
-            ranks: start only these; the world stays as large as the tree says.
-            timeout_s: after which all that still runs is ended.
-            on_line: sees each line of output as it comes.
+            command: one command for all ranks, or a function from a rank's `Place` to its command.
+            ranks: start only these ranks. The world size stays that of the tree.
+            timeout_s: time after which everything that still runs is ended.
+            on_line: called with each line of output when it comes.
             check: raise if a rank fails.
 
         Raises:
             InputError: the lab is not up, or a rank does not exist.
-            RanksFailedError: `check`, and a rank failed or ran past the timeout.
+            RanksFailedError: with `check`, if a rank failed or exceeded the timeout.
         """
         if self._owner_pid is None:
             raise InputError(f"lab {self.name} is not up: use it in its `with` block")
@@ -126,8 +126,8 @@ class Lab:
         return results
 
     def counters(self) -> dict[str, LinkBytes]:
-        """The traffic of each link since the lab is up, by the link's name: "0", "1", "0.0", ... Raises LabError if the
-        lab is not there any more."""
+        """Returns the traffic of each link since the lab started, by the link's name: "0", "1", "0.0", ... Raises
+        LabError if the lab is gone."""
         printed = {path: execute_json(c) for path, c in link_counters.read_commands(self.wiring).items()}
         return link_counters.parse(self.tree.links, printed)
 
@@ -141,7 +141,7 @@ class Lab:
 
 
 def unavailable_reason() -> str | None:
-    """Why no lab can be made on this machine, tried with a small one; None if it can."""
+    """Returns why no lab can be made on this machine, by trying a small one; None if it can."""
     try:
         with Lab("2@1gbit"):
             return None

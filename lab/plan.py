@@ -1,7 +1,7 @@
 """Kernel commands that create a tree: pure data, no side effects.
 
-One namespace per switch and per leaf, a bridge in each switch, one veth pair per link, a token bucket at both of its
-ends. ::
+There is one namespace per switch and per leaf, a bridge in each switch, one veth pair per link, and a token bucket at
+both of its ends. ::
 
       namespace root:        br0 = port0 + port1
                                    tbf     tbf          from above to below
@@ -10,13 +10,13 @@ ends. ::
       namespace 0, a switch: br0 = eth0 + port0 + ...
       namespace 0.0, a leaf: eth0, 10.77.0.1/16
 
-[Note: nothing but the ranks' bytes] Interface counters are what the lab is for, so a link carries nothing that no rank
-sent: neighbours and forwarding entries are fixed (no ARP, no flooding of unknown addresses), no IPv6 address is
-made (no router solicitation, no multicast listener report), and bridges neither learn nor snoop.
+[Note: nothing but the ranks' bytes] The lab is for its interface counters, so a link carries nothing that no rank sent.
+Neighbours and forwarding entries are fixed (no ARP, no flooding of unknown addresses), no IPv6 address is made (no
+router solicitation, no multicast listener report), and bridges neither learn nor snoop.
 
-[Note: congestion control] It is set per route, on the way to other leaves as on the way back into the own one: in
-containers the sysctl of a new namespace cannot be written, and where the machine's default is bbr, a flow paces itself
-below the rate that the bucket allows.
+[Note: congestion control] It is set per route, both to other leaves and back into the own one. In containers, the
+sysctl of a new namespace cannot be written; and if the machine's default is bbr, a flow paces itself below the rate
+that the bucket allows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from lab.tree import Link, Place, Tree, TreePath, format_rate, path_name
 
-# The kernel takes an interface whose number equals its peer's for a physical one, and may then let a second pass before
+# If an interface's number equals its peer's, the kernel takes it for a physical one, and may then wait a second before
 # it uses a link that has come up. So the numbers differ.
 _UPLINK_INDEX = 1000
 _PORT_INDEX = 2000
@@ -37,21 +37,21 @@ CONGESTION_CONTROL = "cubic"
 #: The interface at the lower end of every link, in leaves and switches alike.
 UPLINK = "eth0"
 
-# A bucket must hold the largest packet that the sender's offload hands over (64 KiB) with room for a second one, and a
-# kernel timer's worth of bytes at high rates. Measured 2026-11 on Linux 6.18 with one veth pair per link: with these
-# two, rates are within .2 % of the nominal from 100 Mbit/s to 4 Gbit/s, both directions at once, three levels at once.
+# A bucket must hold the largest packet of the sender's offload (64 KiB), with room for a second one, and at high rates
+# the bytes of a kernel timer's period. Measured 2026-11 on Linux 6.18 with one veth pair per link: with these two,
+# rates are within .2 % of the nominal from 100 Mbit/s to 4 Gbit/s, both directions at once, three levels at once.
 MIN_BURST_BYTES = 128 * 1024
 BURST_S = 1e-3
-# Behind the bucket, at least this much waits before a packet is dropped: enough for TCP to keep the link busy.
+# Behind the bucket, at least this much can wait before a packet is dropped: enough for TCP to keep the link busy.
 QUEUE_BURSTS = 4
 QUEUE_S = 20e-3
-# tbf counts bursts in ticks of 64 ns and the queue in bytes, both in 32 bits: seen to hold within these.
+# tbf counts bursts in ticks of 64 ns, and the queue in bytes, both in 32 bits. It was seen to work within these.
 TAKEN_RATES = "10kbit to 1tbit"
 
-# Variables of a torchrun that may stand around the lab; a rank that saw them would look for that run's store.
+# Variables of a torchrun that may run around the lab. A rank that saw them would look for that run's store.
 _FOREIGN = ("TORCHELASTIC_", "TORCH_NCCL_", "PET_")
 
-# One thread per rank as torchrun sets it, and unbuffered output, so that the last words of a killed rank are not lost.
+# One thread per rank, as in torchrun, and unbuffered output, so that a killed rank's last lines are not lost.
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -59,7 +59,7 @@ _DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 class Command:
     argv: tuple[str, ...]
     stdin: str = ""  # lines of a batch, one instruction each
-    purpose: str  # for a message if it fails
+    purpose: str  # for the error message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Bucket:
     """A token bucket at one end of a link."""
 
     namespace: str
-    interface: str  # whose outgoing packets it holds back
+    interface: str  # its outgoing packets are held back
     rate_bytes_per_s: float
 
     @property
@@ -82,7 +82,7 @@ class Bucket:
 
     @property
     def instruction(self) -> str:
-        """The line of a tc batch that makes it."""
+        """The line of a tc batch that makes the bucket."""
         return (
             f"qdisc replace dev {self.interface} root tbf rate {round(self.rate_bytes_per_s * 8)}bit "
             f"burst {self.burst_bytes} limit {self.queue_bytes}"
@@ -91,23 +91,23 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wiring:
-    """A tree under a lab's name: who is called what, and the commands that make it."""
+    """A tree under a lab's name: the names of its parts, and the commands that make it."""
 
-    lab: str  # the prefix of all its namespaces
+    lab: str  # prefix of all its namespaces
     tree: Tree
-    has_ipv6: bool = True  # the kernel knows IPv6, so that it must be kept quiet
+    has_ipv6: bool = True  # whether the kernel knows IPv6, and must be kept from sending it
 
     def namespace(self, path: TreePath) -> str:
         return f"{self.lab}-{path_name(path)}"
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """All of them, switches first."""
+        """All namespaces, switches first."""
         return tuple(self.namespace(path) for path in (*self.tree.switches, *self.tree.leaves))
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Two for every shaped link."""
+        """Two buckets for every shaped link."""
         return tuple(bucket for link in self.tree.links for bucket in self._buckets(link))
 
     @property
@@ -116,16 +116,16 @@ class Wiring:
         return UPLINK if self.tree.levels else "lo"
 
     def leaf_address(self, leaf: int) -> str:
-        """The IPv4 address of a leaf; loopback where there is one leaf and no link."""
+        """The IPv4 address of a leaf; loopback if there is one leaf and no link."""
         return address(leaf) if self.tree.levels else "127.0.0.1"
 
     def switch_interfaces(self, path: TreePath) -> list[str]:
-        """The interfaces that the bridge of a switch joins."""
+        """The interfaces that a switch's bridge joins."""
         ports = [port(link) for link in self.tree.links if link.path[:-1] == path]
         return [UPLINK, *ports] if path else ports
 
     def up(self) -> tuple[Command, ...]:
-        """The commands that create the lab, in order."""
+        """Returns the commands that create the lab, in order."""
         namespaces = [f"netns add {name}" for name in self.namespaces]
         leaf_numbers = {path: leaf for leaf, path in enumerate(self.tree.leaves)}
         links = [self._link_line(link, leaf_numbers.get(link.path)) for link in self.tree.links]
@@ -232,8 +232,8 @@ def mac(leaf: int) -> str:
 
 
 def environment(wiring: Wiring, place: Place, *, port: int, around: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the rank at `place`, as torchrun would set it; rank 0 listens at `port` for the others. That
-    `around` the lab is passed on, except that another torchrun's variables are dropped."""
+    """The environment of the rank at `place`, as torchrun would set it; rank 0 listens at `port` for the others. It
+    includes `around`, the lab's own environment, without another torchrun's variables."""
     tree = wiring.tree
     ranks = {
         "RANK": place.rank,

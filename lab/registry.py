@@ -1,7 +1,7 @@
-"""Which labs exist on this machine, whose they are, and how they are removed.
+"""Which labs exist on this machine, which processes own them, and how they are removed.
 
-Namespaces outlive the process that made them. So their names say who that was: `zmlab-<pid>-<start>-<number>-<path>`,
-where `start` tells a process from a later one with its pid. A lab is *leftover* when its owner runs no more.
+Namespaces outlive the process that made them. So their names tell their owner: `zmlab-<pid>-<start>-<number>-<path>`.
+`start` tells a process from a later one with its pid. A lab is *leftover* when its owner no longer runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lab.plan import Command
 from lab.shell import execute
 from lab.tree import LabError
 
-# A process that got SIGKILL is gone in milliseconds, unless it hangs in the kernel.
+# A process that got SIGKILL ends within milliseconds, unless it hangs in the kernel.
 KILL_TIMEOUT_S = 10.0
 
 _NAMESPACE = re.compile(r"(?P<lab>zmlab-(?P<pid>\d+)-(?P<start>\d+)-\d+)-.+")
@@ -33,7 +33,7 @@ class Registry:
     proc: Path = Path("/proc")
 
     def own_name(self, number: int) -> str:
-        """The name of this process's lab with that number."""
+        """Returns the name for this process's lab with this number."""
         return f"zmlab-{os.getpid()}-{self._process_start(os.getpid()) or 0}-{number}"
 
     def labs(self) -> tuple[str, ...]:
@@ -41,20 +41,20 @@ class Registry:
         return tuple(sorted({match["lab"] for match in map(_NAMESPACE.fullmatch, self._names()) if match}))
 
     def leftovers(self) -> tuple[str, ...]:
-        """The labs whose owner runs no more."""
+        """The labs whose owner no longer runs."""
         return tuple(name for name in self.labs() if not self._is_live(name))
 
     def namespaces(self, name: str) -> tuple[str, ...]:
-        """The namespaces of lab `name` that exist."""
+        """The existing namespaces of lab `name`."""
         return tuple(entry for entry in self._names() if (m := _NAMESPACE.fullmatch(entry)) and m["lab"] == name)
 
     def remove(self, name: str) -> None:
-        """End every process in the namespaces of lab `name`, and delete them with all links."""
+        """Ends every process in the namespaces of lab `name`, and deletes these with all links."""
         namespaces = self.namespaces(name)
         self._end_processes(name, namespaces)
         if namespaces:
             lines = "".join(f"netns del {namespace}\n" for namespace in namespaces)
-            # -force goes on after a line that failed: a second process may be removing the same lab.
+            # -force continues after a failed line: another process may be removing the same lab.
             argv = ("ip", "-force", "-batch", "-")
             try:
                 execute(Command(argv=argv, stdin=lines, purpose=f"remove lab {name}"))
@@ -77,13 +77,13 @@ class Registry:
             stat = (self.proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
             return None
-        # The name, field 2, stands in parentheses and may hold anything.
+        # The name, field 2, is in parentheses and may contain anything.
         state, *fields = stat.rpartition(")")[2].split()
         return None if state in "ZX" else int(fields[18])
 
     def _end_processes(self, name: str, namespaces: tuple[str, ...]) -> None:
         deadline = time.monotonic() + KILL_TIMEOUT_S
-        # A process may fork while it is being looked for, so look until none is found.
+        # A process may fork during the search, so search until none is found.
         while pids := self._processes_in(namespaces):
             if os.getpid() in pids:
                 raise LabError(f"lab {name} cannot be removed from inside: this process runs in it")
@@ -104,7 +104,7 @@ def _identity(namespace_file: Path) -> tuple[int, int] | None:
     try:
         status = namespace_file.stat()
     except OSError:
-        return None  # the process or the namespace has gone since it was listed, or is a zombie
+        return None  # gone since it was listed, or a zombie
     return status.st_dev, status.st_ino
 
 

@@ -1,4 +1,4 @@
-"""Runs the plan: one place that starts ip, tc and bridge, and turns their complaints into messages."""
+"""Runs the plan: the one place that starts ip, tc and bridge, and turns their errors into messages."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from lab.plan import Command
 from lab.tree import LabError
 
-#: The programs that a lab needs, and the Debian package of each.
+#: The programs that a lab needs, with their Debian packages.
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "bridge": "iproute2", "setpriv": "util-linux"}
 
-# Each command takes milliseconds; a kernel that is busy tearing namespaces down has been seen to take seconds.
+# Each command takes milliseconds. A kernel that is busy removing namespaces has been seen to take seconds.
 COMMAND_TIMEOUT_S = 30.0
 
 _FAILED_LINE = re.compile(r"Command failed [^:]*:(\d+)")
 
 
 def check_host() -> None:
-    """Refuse, in one message, on a machine where no lab can be made."""
+    """Raises one LabError with everything that keeps this machine from making a lab."""
     if os.geteuid() != 0:
         raise LabError(
             "an emulated cluster is made of network namespaces and needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN), "
@@ -35,8 +35,8 @@ def check_host() -> None:
 
 
 def execute(command: Command) -> str:
-    """Run `command` and return its output. LabError if it fails or does not end, with the instruction and the kernel's
-    words."""
+    """Runs `command` and returns its output. Raises LabError if it fails or does not end, with the instruction and the
+    kernel's message."""
     try:
         done = subprocess.run(
             command.argv,
@@ -45,7 +45,7 @@ def execute(command: Command) -> str:
             text=True,
             timeout=COMMAND_TIMEOUT_S,
             check=False,
-            start_new_session=True,  # a terminal's Ctrl-C goes to all of its group, and a lab is removed to the end
+            start_new_session=True,  # so that Ctrl-C does not reach it: a removal must be completed
         )
     except subprocess.TimeoutExpired as error:
         raise LabError(f"cannot {command.purpose}: {_shown(command)} did not end in {COMMAND_TIMEOUT_S:g} s") from error
@@ -55,7 +55,7 @@ def execute(command: Command) -> str:
 
 
 def execute_json(command: Command) -> list[dict[str, Any]]:
-    """Run `command` and return the list of objects that it printed as JSON."""
+    """Runs `command`, and returns the list of objects that it printed as JSON."""
     rows: list[dict[str, Any]] = json.loads(execute(command) or "[]")
     return rows
 
@@ -73,6 +73,6 @@ def _instruction(command: Command, stderr: str) -> str:
 
 
 def _complaint(stderr: str) -> str:
-    # tc follows a complaint with its usage; the first line says what is wrong.
+    # tc prints its usage after an error; the first line has the reason.
     lines = [line.strip() for line in stderr.splitlines() if line.strip() and not _FAILED_LINE.search(line)]
     return lines[0] if lines else "it gave no reason"

@@ -8,8 +8,8 @@
               200mbit /      \\ 200mbit        2 nodes, each behind a link of 200 Mbit/s, both directions
                    [0]        [1]
             1gbit /   \\      /   \\ 1gbit      each with 2 packages behind a link of 1 Gbit/s
-               [0.0] [0.1] [1.0] [1.1]         leaves: what has its own network
-                0 1   2 3   4 5   6 7          each with 2 ranks, who meet on loopback
+               [0.0] [0.1] [1.0] [1.1]         leaves, each with its own network
+                0 1   2 3   4 5   6 7          each with 2 ranks, which meet on loopback
 
     tree = (size "@" rate ",")* ranks_per_leaf       the last may be left out if it is 1
     rate = 200mbit | 1gbit | "25 MB/s" | "200 Mbit/s" | unshaped
@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from zeromesh import units
 from zeromesh.errors import InputError
 
-#: Where a switch or a leaf hangs in the tree: the member numbers from the outermost level down. () is the root.
+#: Place of a switch or a leaf in the tree: the member numbers from the outermost level down. () is the root.
 TreePath = tuple[int, ...]
 
 UNSHAPED = "unshaped"
 
-# A leaf costs a namespace, a route and a neighbour entry in every other leaf; past this the machine, and not its
-# shaped links, is what one measures.
+# Each leaf costs a namespace, and in every other leaf a route and a neighbour entry. Beyond this number, one measures
+# the machine instead of the shaped links.
 MAX_LEAVES = 1024
 
 _TC_PREFIXES = {"t": 10**12, "g": 10**9, "m": 10**6, "k": 10**3, "": 1}
@@ -48,7 +48,7 @@ class LinkLevel:
     """One level of links: each member of the level above has `size` members below it, each behind its own link."""
 
     size: int  # members in one group
-    rate_bytes_per_s: float | None  # of a link, each direction, headers included, in whole bit/s; None: not shaped
+    rate_bytes_per_s: float | None  # per link and direction, headers included, in whole bit/s; None: not shaped
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -62,10 +62,10 @@ class LinkLevel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One cable of the tree: from `path`, its lower end, up to `path[:-1]`."""
+    """One link of the tree: from its lower end `path` up to `path[:-1]`."""
 
     path: TreePath
-    rate_bytes_per_s: float | None  # each direction; None: not shaped
+    rate_bytes_per_s: float | None  # per direction; None: not shaped
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class Link:
 class Place:
     """Where one rank runs."""
 
-    rank: int  # in the world; numbers grow leaf by leaf, innermost level fastest
+    rank: int  # in the world; grows leaf by leaf, innermost level fastest
     local_rank: int  # within its leaf
     leaf: int  # number of its leaf
     path: TreePath  # of its leaf
@@ -91,7 +91,7 @@ class Place:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
     """Levels of links, outermost first, and the ranks in each leaf. Raises LabError for fewer than one rank, or more
-    leaves than one machine can pretend to be."""
+    leaves than one machine can emulate."""
 
     levels: tuple[LinkLevel, ...]
     ranks_per_leaf: int = 1
@@ -105,7 +105,7 @@ class Tree:
 
     @classmethod
     def parse(cls, text: str) -> Tree:
-        """The tree that `text` describes. Raises LabError if it describes none.
+        """Parses a tree. Raises LabError if `text` does not describe one.
 
         >>> tree = Tree.parse("2@200mbit,2@1gbit,2")
         >>> tree.num_leaves, tree.world_size, [level.size for level in tree.levels]
@@ -129,12 +129,12 @@ class Tree:
 
     @property
     def num_leaves(self) -> int:
-        """Leaves: network namespaces that ranks run in."""
+        """Number of leaves, which are network namespaces that ranks run in."""
         return math.prod(self.sizes)
 
     @property
     def world_size(self) -> int:
-        """Ranks in all leaves together."""
+        """Number of ranks in all leaves."""
         return self.num_leaves * self.ranks_per_leaf
 
     @property
@@ -170,7 +170,7 @@ class Tree:
 
 
 def path_name(path: TreePath) -> str:
-    """How `path` is written.
+    """Returns `path` as text.
 
     >>> path_name((0, 1)), path_name(())
     ('0.1', 'root')
@@ -179,8 +179,8 @@ def path_name(path: TreePath) -> str:
 
 
 def parse_rate(text: str) -> float | None:
-    """Bytes per second in `text`, in tc's spelling or with a unit; None for "unshaped". Raises LabError if it is no
-    rate, or less than one bit per second.
+    """Returns the bytes per second in `text`, in tc's spelling or with a unit; None for "unshaped". Raises LabError if
+    it is not a rate, or less than one bit per second.
 
     >>> parse_rate("200mbit"), parse_rate("25 MB/s"), parse_rate("unshaped")
     (25000000.0, 25000000.0, None)
@@ -196,7 +196,7 @@ def parse_rate(text: str) -> float | None:
 
 
 def format_rate(rate_bytes_per_s: float | None) -> str:
-    """A rate as tc spells it, exactly.
+    """Returns a rate exactly, as tc spells it.
 
     >>> format_rate(25e6), format_rate(312.5e6), format_rate(None)
     ('200mbit', '2500mbit', 'unshaped')

@@ -1,1 +1,1 @@
-"""The simulator held against published measurements: `make validate`, see README.md."""
+"""Compares the simulator with published measurements: `make validate`, see README.md."""

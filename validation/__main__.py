@@ -1,4 +1,4 @@
-"""`make validate`: the published tables beside their predictions."""
+"""`make validate`: the published tables with their predictions."""
 
 from __future__ import annotations
 

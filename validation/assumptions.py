@@ -1,4 +1,4 @@
-"""Assumptions about points that sources leave open, read from `data/assumptions.toml`."""
+"""Assumptions about points that sources leave open, from `data/assumptions.toml`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from itertools import product
 from validation.row import DATA
 
 Point = Mapping[str, str]
-"""The assumed value of each of a table's open points, by name."""
+"""Values for a table's open points, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumption:
-    """One open point; `value` is predicted with, `alternatives` span the range.
+    """One open point. Predictions use `value`; `alternatives` span their range.
 
-    `revised` says what was changed after predictions had been seen, and why.
+    `revised` says what was changed after predictions were seen, and why.
     """
 
     table: str
@@ -30,13 +30,13 @@ class Assumption:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The value first."""
+        """The value, then the alternatives."""
         return (self.value, *self.alternatives)
 
 
 @cache
 def assumptions() -> tuple[Assumption, ...]:
-    """All of them, in the file's order."""
+    """All assumptions, in the file's order."""
     text = (DATA / "assumptions.toml").read_text(encoding="utf-8")
     return tuple(
         Assumption(table=table, name=name, **entry | {"alternatives": tuple(entry["alternatives"])})
@@ -50,7 +50,7 @@ def assumed(table: str, name: str) -> Assumption:
 
 
 def open_points(table: str) -> Iterator[Point]:
-    """Every combination of what `table` leaves open; the assumed values first."""
+    """Yields every combination of values for the open points of `table`, the assumed values first."""
     found = [a for a in assumptions() if a.table == table]
     for choices in product(*(a.choices for a in found)):
         yield dict(zip((a.name for a in found), choices, strict=True))

@@ -1,4 +1,5 @@
-"""One line per claim of the papers' abstracts: claimed, predicted, what moves the prediction, and why they differ."""
+"""The claims of the papers' abstracts: claimed and predicted figures, influences on the prediction, and why the two
+differ."""
 
 from __future__ import annotations
 
@@ -15,40 +16,40 @@ from zeromesh.cost.constants import default_constants
 from zeromesh.cost.group import Group
 
 LLAMA_7B_BLOCK_BYTES = 2 * 202_383_360
-"""One block of LLaMA-7B in bf16: what a gather of parameters moves."""
+"""Bytes of one block of LLaMA-7B in bf16, which a gather of parameters moves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """A claim and its prediction.
 
-    `moved_by`: (open point, low, high) where it alone is taken otherwise, the one that moves the prediction most first.
-    A goal is the largest acceptable difference, of the figure (relative) or absolute if `absolute`, or the largest
-    acceptable quotient of the range's ends; None: no goal of this kind.
+    `moved_by`: (open point, low, high) if only this point is varied, strongest influence first. A goal is the largest
+    acceptable difference, relative to the figure or absolute if `absolute`, or the largest acceptable quotient of the
+    range's ends. None: no goal of this kind.
     """
 
     paper: str
     text: str
     claimed: float
     predicted: float  # with the assumed values
-    low: float  # to `high`: over all that the source leaves open
+    low: float  # `low` to `high`: over all points that the source leaves open
     high: float
     moved_by: tuple[tuple[str, float, float], ...] = ()
     tolerance: float | None = None
     absolute: bool = False
     spread: float | None = None
-    why: str = ""  # they differ
+    why: str = ""  # why they differ
 
     @property
     def in_range(self) -> bool:
-        """Whether some of what the source leaves open gives the claim, or what its tolerance allows."""
+        """Whether some choice of open points gives the claim, or a figure within its tolerance."""
         allowed = self.tolerance or 0.0
         allowed *= 1.0 if self.absolute else self.claimed
         return self.low <= self.claimed + allowed and self.high >= self.claimed - allowed
 
     @property
     def holds(self) -> bool | None:
-        """Whether the goal is met: by the whole range, whatever the source leaves open. None where there is none."""
+        """Whether the goal is met by the whole range, for every choice of open points. None if there is no goal."""
         if self.tolerance is None and self.spread is None:
             return None
         return self._all_near() and self.high <= self.low * (inf if self.spread is None else self.spread)
@@ -73,7 +74,7 @@ Predict = Callable[[Point], float]
 def _claim(
     paper: str, text: str, claimed: float, table: str, predict: Predict, why: str, **goal: float | bool
 ) -> Claim:
-    """A claim predicted at every point that the table's assumptions leave open."""
+    """Predicts a claim for every choice of the table's open points."""
     points = list(open_points(table))
     predictions = [predict(point) for point in points]
     return Claim(
@@ -90,7 +91,8 @@ def _claim(
 
 
 def _moved_by(points: list[Point], predictions: list[float]) -> Iterator[tuple[str, float, float]]:
-    """The effect of each open point by itself, the others as assumed; points without effect are left out."""
+    """Yields the effect of each open point by itself, with the others as assumed. Points without effect are left
+    out."""
     first = points[0]
     alone: dict[str, list[float]] = {}
     for point, prediction in zip(points, predictions, strict=True):
@@ -206,7 +208,7 @@ def _paro() -> Iterator[Claim]:
 
 
 def _paro_gain(mapped_to: str, point: Point) -> float:
-    """The gain of the pair of strategies that the assumption `mapped_to` names."""
+    """The gain of the pair of strategies in the assumption `mapped_to`."""
     strategy, baseline = point[mapped_to].split(" over ")
     return paro_gain("7B", "full", 32, strategy, baseline, point)
 

@@ -1,4 +1,5 @@
-"""The errors that `zeromesh plan` prints: a small table in the package, since predicting all tables takes minutes."""
+"""The errors that `zeromesh plan` prints. They are a small table in the package, since predicting all tables takes
+minutes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class Source:
     """The tables behind one entry."""
 
     of: str  # the predicted quantity, in words
-    degrees: tuple[str, ...] = ()  # the parallelisms that the entry is for; none: sharded over data alone
+    degrees: tuple[str, ...] = ()  # the parallelisms that the entry is for; empty: only data parallelism
     tables: tuple[str, ...]  # of the published figures
 
 
@@ -57,7 +58,7 @@ SOURCES = (
 
 
 def errors(rows: Sequence[Row]) -> Iterator[Errors]:
-    """The entries, from the rows of all their tables."""
+    """Yields the entries, from the rows of all their tables."""
     for source in SOURCES:
         found = score(source.of, [row for row in rows if row.table in source.tables])
         median, p90 = round(found.median, 3), round(found.p90, 3)

@@ -1,4 +1,4 @@
-"""The validation as a page of Markdown: what is predicted, how well, with which constants and assumptions."""
+"""The validation as a Markdown page: predictions, their errors, constants and assumptions."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def page(rows: Sequence[Row], claims: Sequence[Claim]) -> str:
 
 
 def remarks() -> dict[str, str]:
-    """Why errors stay, by table."""
+    """Reasons for remaining errors, by table."""
     return tomllib.loads((DATA / "remarks.toml").read_text(encoding="utf-8"))
 
 
 def score_cells(s: Score) -> list[str]:
-    """One row under `SCORE_HEADS`."""
+    """Returns one row under `SCORE_HEADS`."""
     goal = GOALS.get(s.table)
     bounds = "" if goal is None else _bounds(goal)
     met = {True: "met", False: "missed", None: ""}[s.meets_goal]
@@ -84,7 +84,7 @@ def score_cells(s: Score) -> list[str]:
 
 
 def _bounds(goal: Goal) -> str:
-    """The median's and the 90th percentile's goal, "-" for none; the worst error's behind them."""
+    """Formats the goals for median and 90th percentile, "-" for none, then the worst error's."""
     parts = ["-" if goal.median is None else f"{goal.median:.0%}", f"{goal.p90:.0%}"]
     return " / ".join(parts + ([] if goal.worst is None else [f"{goal.worst:.0%} each"]))
 
@@ -110,7 +110,7 @@ def _claims(claims: Sequence[Claim]) -> str:
 
 
 def _met(claim: Claim) -> str:
-    """A claim is met by its whole range; "in range" if by a part of it."""
+    """Says whether a claim is met, by its whole range, or "in range", by a part of it."""
     place = "in range" if claim.in_range else "outside"
     if claim.holds is None:
         return place
@@ -120,7 +120,7 @@ def _met(claim: Claim) -> str:
 
 
 def _moved(claim: Claim) -> str:
-    """The two open points that move the prediction most."""
+    """Names the two open points with the strongest influence on the prediction."""
     return "; ".join(f"{name} ({low:.3g} to {high:.3g})" for name, low, high in claim.moved_by[:2])
 
 

@@ -1,13 +1,14 @@
-"""The search spaces and objectives of earlier planners, so that their choices can be compared with ours.
+"""Search spaces and objectives of earlier planners, so that their choices can be compared with ours.
 
-- AMSP (arXiv 2311.00257v2, section IV): degrees (s_p, s_g, s_os) with s_p <= s_g <= s_os, s_g one of the other two; a
-  state crosses nodes only once it fills the node. Memory 2 Psi/s_p + 2 Psi/s_g + 12 Psi/s_os + activations +
-  temporaries. Objective: the smallest sum of communication, none of it overlapped.
-- PaRO (arXiv 2310.06003): 14 strategies, each of p, g, os sharded not at all, inside the group or globally. Memory of
-  model states alone. Objective: max(communication, computation), from its closed forms.
-- MiCS (arXiv 2205.00119): everything sharded in one group of contiguous ranks; objective: the smallest group that fits.
+- AMSP (arXiv 2311.00257v2, section IV): degrees (s_p, s_g, s_os) with s_p <= s_g <= s_os, and s_g one of the other two.
+  A state crosses nodes only when it fills the node. Memory: 2 Psi/s_p + 2 Psi/s_g + 12 Psi/s_os + activations +
+  temporaries. Objective: the smallest sum of communication, without overlap.
+- PaRO (arXiv 2310.06003): 14 strategies; each of p, g, os is not sharded, or sharded inside the group or globally.
+  Memory: only model states. Objective: max(communication, computation), from its closed forms.
+- MiCS (arXiv 2205.00119): everything is sharded in one group of contiguous ranks. Objective: the smallest group that
+  fits.
 
-Open points of the papers are one `Assumptions` value, one for all models of a space.
+Open points of the papers are in `Assumptions`, with one value for all models of a space.
 """
 
 from __future__ import annotations
@@ -36,16 +37,15 @@ from zeromesh.strategy.presets import PARO
 class Assumptions:
     """Assumptions about points that a paper leaves open.
 
-    AMSP takes activations and temporaries from "existing methodologies", of which it cites ZeRO (arXiv 1910.02054).
-    That paper's section 3.2 has both: 12 values of two bytes per token, hidden element and layer, if nothing is
-    recomputed; and all gradients fused into one fp32 buffer to be all-reduced, which with AMSP are those of a rank's
-    parameters.
+    AMSP takes activations and temporaries from "existing methodologies", and cites ZeRO (arXiv 1910.02054). That
+    paper's section 3.2 has both. Without recomputation there are 12 values of two bytes per token, hidden element and
+    layer. And all gradients are fused into one fp32 buffer to be all-reduced; in AMSP, those of a rank's parameters.
 
     Args:
-        activation_bytes: per token, hidden element and layer, where a workload leaves recomputation open; else
-            activations are what its recomputation leaves, by this package's own model.
-        temporary_bytes: per trainable parameter of a rank's parameters.
-        bucket_bytes: of gradients in one all-reduce; InternEvo's configurations of AMSP's models have 512 MiB.
+        activation_bytes: per token, hidden element and layer, if a workload leaves recomputation open. If not, this
+            package's own model gives the activations.
+        temporary_bytes: per trainable parameter among a rank's parameters.
+        bucket_bytes: bytes of gradients in one all-reduce. InternEvo's configurations of AMSP's models have 512 MiB.
     """
 
     activation_bytes: float = 24.0
@@ -54,7 +54,7 @@ class Assumptions:
 
 
 STATES_ALONE = Assumptions(activation_bytes=0.0, temporary_bytes=0.0)
-"""PaRO's formula counts nothing else."""
+"""PaRO's formula counts only states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class _Setup:
         return Bounds(model=self.model, cluster=self.cluster, workload=self.workload, constants=default_constants())
 
     def activation_bytes(self) -> float:
-        """Per device."""
+        """Bytes per device."""
         if self.workload.recomputation is not None:
             return self.bounds().activation_bytes(self.micro_batch, self.workload.recomputation)
         tokens = self.micro_batch * self.workload.seq_len
@@ -91,10 +91,11 @@ class _Setup:
 def search_published(
     space: str, model: ModelSpec, cluster: Cluster, workload: Workload, *, assumptions: Assumptions | None = None
 ) -> list[Ranked]:
-    """The strategies of a paper's space: those that fit by its objective, then the others, smallest first.
+    """Returns the strategies of a paper's space: those that fit by its objective, then the others by memory, smallest
+    first.
 
-    The space is amsp, paro or mics, and has assumptions of its own; the cluster has the two levels that the papers
-    know. An open micro-batch is 1, open recomputation as `Assumptions` says.
+    The space is amsp, paro or mics; each has its own assumptions. The cluster has the two levels that the papers use.
+    An open micro-batch is 1; for open recomputation see `Assumptions`.
     """
     assumptions = assumptions or (STATES_ALONE if space == "paro" else Assumptions())
     micro_batch, micro_batches = next(workload.splits(cluster.world))
@@ -120,9 +121,9 @@ CHOICES = (
     ("mics", "amsp-30b", 1024, None, "group of 16"),
     ("paro", "llama-65b", 32, Recomputation.FULL, "IIG"),
 )
-"""(space, model, devices, recomputation, choice). AMSP's are those of its Table IV, with the fewest devices of its
+"""(space, model, devices, recomputation, choice). AMSP's are from its Table IV, with the fewest devices of its
 experiments (8, 32, 128, 512, 1024) on which each model fits. MiCS's are the groups in which that paper ran it. PaRO's
-is the fastest of those that it measured."""
+is the fastest that it measured."""
 
 
 def answer(
@@ -132,7 +133,7 @@ def answer(
     recomputation: Recomputation | None = None,
     assumptions: Assumptions | None = None,
 ) -> list[Ranked]:
-    """The ranking of a space on its paper's cluster and batch; MiCS's as AMSP's paper ran it."""
+    """The ranking of a space on its paper's cluster and batch; for MiCS, as run in AMSP's paper."""
     if space == "paro":
         cluster, seq_len, micro_batch, sequences = preset("a100-8x-100g"), 512, 4, 4 * 10 * devices
     else:
@@ -182,7 +183,7 @@ def _amsp_space(cluster: Cluster) -> Iterator[tuple[str, str]]:
 
 
 def degrees_as_strategy(cluster: Cluster, params: int, grads: int, states: int) -> str:
-    """AMSP's (s_p, s_g, s_os) in the notation, on a cluster of two levels."""
+    """Returns AMSP's (s_p, s_g, s_os) in the notation, on a cluster with two levels."""
     inner, outer = cluster.levels
     cuts = [(min(d, inner.size), max(1, d // inner.size)) for d in (1, params, grads, states)]
     cuts.append((inner.size, outer.size))
@@ -197,9 +198,9 @@ def degrees_as_strategy(cluster: Cluster, params: int, grads: int, states: int) 
 def _communication(setup: _Setup, layout: Layout) -> float:
     """T_p + T_g + T_os0 + T_os1 of the paper's section IV-C: all collectives of a step one after the other, in seconds.
 
-    Parameters are gathered and their gradients reduced module by module. Gradients are all-reduced in buckets over all
-    who hold the same parameters, and dropped where not owned; where they are sharded further than the parameters, also
-    after every micro-batch but the last. Each owner broadcasts its updated parameters.
+    Parameters are gathered, and their gradients reduced, module by module. Gradients are all-reduced in buckets over
+    all ranks with the same parameters, and dropped by ranks that do not own them. If they are sharded further than the
+    parameters, this also happens after every micro-batch except the last. Each owner broadcasts its updated parameters.
     """
     compute = ComputeModel(device=setup.cluster.device, constants=default_constants())
     transfers = TransferModel.of(setup.cluster, default_constants(), compute)
@@ -227,7 +228,7 @@ def _communication(setup: _Setup, layout: Layout) -> float:
 
 
 def _modules(model: ModelSpec) -> Iterator[tuple[int, int, int]]:
-    """(how many, parameters, trainable ones) of the modules of the layers; equal layers are counted."""
+    """Yields (count, parameters, trainable parameters) of the layers' modules. Equal layers are counted."""
     for unit in model.units:
         if unit.kind is UnitKind.BLOCK:
             for _, tensors in groupby(unit.tensors, key=lambda tensor: tensor.name.rpartition(".")[0]):
@@ -280,7 +281,7 @@ class _PaRO:
         )
 
     def seconds(self, name: str, micro_batches: int) -> float:
-        """t_comm of strategy `name`, of p, g, os in that order."""
+        """t_comm of strategy `name`, which has letters for p, g and os."""
         p, g, states = tuple(name)
         micro = 2 * self._gather(p, self.params_bytes) + self._gather(g, self.grads_bytes)
         return (
@@ -290,16 +291,16 @@ class _PaRO:
         )
 
     def _gather(self, extent: str, volume: float) -> float:
-        """Over the group (I) or all devices (G); a reduce-scatter takes as long."""
+        """Seconds of a gather over the group (I) or all devices (G). A reduce-scatter takes as long."""
         inside = (self.inner - 1) / self.inner * volume / self.inside_bytes_per_s
         world = self.inner * self.groups
         return {"N": 0.0, "I": inside, "G": (world - 1) / world * volume / self.between_bytes_per_s}[extent]
 
     def _sync(self, extent: str, states: str, volume: float, *, reduce: bool) -> float:
-        """From the extent of gradients to that of states, or back for parameters."""
+        """Seconds from the extent of gradients to that of states, or back for parameters."""
         between = (self.groups - 1) / self.groups * volume / self.between_bytes_per_s
         if extent == states:
-            # sharded alike: gradients still have to be summed over all who hold the same shard
+            # equal extents: gradients still have to be summed over all ranks with the same shard
             whole = {"N": 2 * self._gather("G", volume), "I": 2 * between, "G": 0.0}
             return whole[states] if reduce else 0.0
         if (extent, states) == ("N", "I"):

@@ -1,4 +1,4 @@
-"""One published figure beside its prediction."""
+"""One published figure with its prediction."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Row:
 
     table: str
     label: str  # the configuration, for people
-    group: str  # rows among which a winner is looked for (one model on one machine, strategies against each other)
+    group: str  # rows with one winner (strategies for one model on one machine)
     unit: str
     measured: float
-    predicted: float | None = None  # with the assumed values; None where the row is out of scope
-    low: float | None = None  # to `high`: over the alternatives of all that the source leaves open
+    predicted: float | None = None  # with the assumed values; None if the row is out of scope
+    low: float | None = None  # `low` to `high`: over the alternatives for all points that the source leaves open
     high: float | None = None
-    excluded: str = ""  # why the row is out of scope, "" if it is in
-    fitted: bool = False  # a constant was fitted on it, so it counts for nothing
+    excluded: str = ""  # why the row is out of scope; "" if it is not
+    fitted: bool = False  # whether a constant was fitted to it, so that it does not count
 
     @property
     def in_scope(self) -> bool:
@@ -37,14 +37,15 @@ class Row:
 
 
 def predicted_row(row: Row, predictions: Sequence[float]) -> Row:
-    """`row` with its prediction: the first of `predictions`, the others spanning its range. None: a row without."""
+    """Returns `row` with its prediction: the first of `predictions`; the others span its range. Without any, the row
+    itself."""
     if not predictions:
         return row
     return replace(row, predicted=predictions[0], low=min(predictions), high=max(predictions))
 
 
 def published(name: str, folder: str = "published") -> list[dict[str, str]]:
-    """The rows of a table, as strings; in the folder "calibration" those that constants were fitted on, in part at
-    least."""
+    """Returns the rows of a table, as strings. In the folder "calibration", constants were fitted to them, at least in
+    part."""
     text = (DATA / folder / f"{name}.csv").read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))

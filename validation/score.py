@@ -1,4 +1,4 @@
-"""How good the predictions of a table are."""
+"""How good the predictions for a table are."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Score:
     p90: float
     worst: float
     rank: float | None  # Spearman's correlation of measured and predicted; None for fewer than three rows
-    winners: tuple[int, int]  # groups of several rows whose measured best is the predicted best, of how many
+    winners: tuple[int, int]  # (groups whose measured best is the predicted best, groups with several rows)
     in_range: int  # rows whose measured value lies in the range over the assumptions
 
     @property
     def meets_goal(self) -> bool | None:
-        """Whether the table's goal is met; None where there is none."""
+        """Whether the table's goal is met; None if it has none."""
         goal = GOALS.get(self.table)
         if goal is None:
             return None
@@ -87,12 +87,12 @@ def score(table: str, rows: Sequence[Row]) -> Score:
 
 
 def score_tables(rows: Sequence[Row]) -> list[Score]:
-    """The score of each table among `rows`, in their order."""
+    """Returns the score of each table among `rows`, in their order."""
     return [score(table, [row for row in rows if row.table == table]) for table in dict.fromkeys(r.table for r in rows)]
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Pearson's correlation of the ranks, ties sharing theirs; None for fewer than three values or no spread.
+    """Pearson's correlation of the ranks; ties share theirs. None for fewer than three values, or without spread.
 
     >>> spearman([1, 2, 3], [10, 20, 40])
     1.0

@@ -1,9 +1,9 @@
-"""Dtypes, wrappers, blocks and edges of a module, for engine and planner alike. Imports torch.
+"""Dtypes, wrappers, blocks and edges of a module, for both engine and planner. Imports torch.
 
-Blocks are the modules that Hugging Face's `_no_split_modules` names, else the members of its repeated lists
-(`ModuleList` or `Sequential` of two or more of one class that hold parameters); of nested ones the outermost. The
-model's input embedding and output head are units of their own, unless they share a parameter with anything else; the
-root holds the rest. Wrappers for checkpointing and compilation are looked through.
+Blocks are the modules that Hugging Face's `_no_split_modules` names, else the outermost members of repeated lists: of
+each `ModuleList` or `Sequential` with two or more members, all of one class, that hold parameters. The model's input
+embedding and output head are separate units, unless they share a parameter with another module. The root holds the
+rest. Wrappers for checkpointing and compilation are looked through.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FROZEN_DTYPES = {
     "code e4m3": torch.float8_e4m3fn,
     "code e5m2": torch.float8_e5m2,
 }
-"""Dtypes of frozen parameters that layers dequantise: they are never cast. Frozen parameters of other dtypes stay whole
+"""Dtypes of frozen parameters that layers dequantise. They are never cast. Frozen parameters of other dtypes stay whole
 on every rank."""
 
 CHECKPOINTED = "_checkpoint_wrapped_module"
@@ -44,12 +44,12 @@ WRAPPERS = ("_orig_mod", CHECKPOINTED)
 
 
 def clean_name(name: str) -> str:
-    """A qualified name without the parts that compile and checkpoint wrappers add."""
+    """Returns a qualified name without the parts that compile and checkpoint wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside compile and checkpoint wrappers."""
+    """Returns the module inside compile and checkpoint wrappers."""
     for wrapper in WRAPPERS:
         inner = module._modules.get(wrapper)
         if inner is not None:
@@ -58,12 +58,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def is_sharded(param: torch.Tensor) -> bool:
-    """Whether a strategy shards it. If not, it stays whole on every rank."""
+    """Whether strategies shard the parameter. If not, it stays whole on every rank."""
     return param.dtype in DTYPE_NAMES or (not param.requires_grad and param.dtype in FROZEN_DTYPES.values())
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Members of the repeated lists that hold parameters, outermost ones only."""
+    """Returns the model's blocks, as the module's docstring defines them."""
     named = getattr(model, "_no_split_modules", None)
     if named:
         found = [module for module in model.modules() if type(module).__name__ in set(named)]
@@ -76,11 +76,11 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def find_edges(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Module | None, nn.Module | None]:
-    """The input embedding and the output head, as a Hugging Face model names them. In other models, the first embedding
-    before the blocks and the last linear layer after them.
+    """Returns the input embedding and the output head, as a Hugging Face model names them. In other models, the first
+    embedding before the blocks and the last linear layer after them.
 
-    None if there are no blocks. None for one that is tied to another module, or has no forward of its own: then no call
-    tells when its parameters are needed.
+    Both are None if there are no blocks. One is None if it is tied to another module, or has no forward of its own:
+    then no call tells when its parameters are needed.
     """
     inside = {inner for block in blocks for inner in block.modules()}
     holders = _holders(model)
@@ -128,7 +128,8 @@ def _holders(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
 
 
 def give_method(model: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    """From now on `model.name(...)` calls `function(model, ...)`. A strong reference would keep the model alive."""
+    """Makes `model.name(...)` call `function(model, ...)`. A weak reference, so that it does not keep the model
+    alive."""
     reference = weakref.ref(model)
 
     @functools.wraps(function)
@@ -139,7 +140,7 @@ def give_method(model: nn.Module, name: str, function: Callable[..., Any]) -> No
 
 
 ORIGIN = "_zeromesh_origin"
-"""Attribute of a module with lazy values: where they are, for messages."""
+"""Attribute of a module with lazy values: their location, for messages."""
 
 
 class Source(Protocol):
@@ -158,20 +159,20 @@ class Lazy:
 
     @property
     def source(self) -> Source | None:
-        """Where the values are; None once they are here."""
+        """Where the values are; None once they have been read."""
         raise NotImplementedError
 
     def in_dtype(self) -> Source | None:
-        """The values as the tensor shows them: `source` may be of a higher precision. None if no file has them."""
+        """The values in the tensor's dtype, since `source` may have a higher precision. None if no file has them."""
         raise NotImplementedError
 
     def meta(self) -> Tensor:
-        """A tensor like it without values, on the meta device."""
+        """Returns a tensor like it on the meta device."""
         raise NotImplementedError
 
     @property
     def whole(self) -> Tensor:
-        """A tensor with the values, read now if they have not been."""
+        """A tensor with the values, which are read now if necessary."""
         raise NotImplementedError
 
 
@@ -181,7 +182,7 @@ def lacks_values(tensor: Tensor) -> bool:
 
 
 def tensors_of(model: nn.Module, *, persistent: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """All tensors, under each of their names. With `persistent`, only buffers that a state dict has."""
+    """Yields all tensors under each of their names. With `persistent`, only those buffers that a state dict has."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         left_out = module._non_persistent_buffers_set if persistent else ()
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):

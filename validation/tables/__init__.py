@@ -1,4 +1,4 @@
-"""The published tables, each row beside its prediction."""
+"""The published tables, each row with its prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AMSP on 1024 A800 (arXiv 2311.00257): the overlap ablation, end-to-end throughput, MFU beside other systems."""
+"""AMSP on 1024 A800 (arXiv 2311.00257): the overlap ablation, end-to-end throughput, and MFU of several systems."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ABLATION, END_TO_END, MFU = "AMSP Table V", "AMSP Fig. 12", "AMSP MFU"
 LAYOUTS = "AMSP layouts, one engine"
 SEQ_LEN, GLOBAL_BATCH_TOKENS = 4096, 4096 * 1024
 CONTRADICTION = 0.1
-"""Two figures of one run that differ by more are not both true."""
+"""If two figures of one run differ by more, at least one is wrong."""
 
 _MODELS = {"7B": "llama-7b", "13B": "llama-13b", "30B": "amsp-30b"}
 _KERNELS = {"fused": FUSED, "eager": EAGER}
@@ -63,10 +63,10 @@ def amsp_step(
     micro_batches: int | None = None,
     kernels: str = "",
 ) -> Simulation:
-    """One step of the paper's set-up.
+    """Simulates one step of the paper's set-up.
 
-    `micro_batches` are those of one device; None for the global batch of 4 Mi tokens. Kernels are the assumed ones
-    unless given.
+    `micro_batches` are those of one device; None: the global batch has 4 Mi tokens. `kernels` default to the assumed
+    ones.
     """
     tokens = GLOBAL_BATCH_TOKENS if micro_batches is None else micro_batches * gpus * SEQ_LEN
     workload = FixedWorkload(
@@ -81,7 +81,7 @@ def amsp_step(
 
 
 def amsp_rows() -> Iterator[Row]:
-    """Throughput of the ablation (64 GPUs) and of the end-to-end runs."""
+    """Yields the throughput of the ablation (64 GPUs) and of the end-to-end runs."""
     for entry in published("amsp_a800"):
         table = ABLATION if "Table V" in entry["source"] else END_TO_END
         gpus, micro_batches = int(entry["gpus"]), int(entry["micro_batches"])
@@ -103,7 +103,7 @@ def amsp_rows() -> Iterator[Row]:
 
 
 def amsp_mfu_rows() -> Iterator[Row]:
-    """MFU of AMSP and other systems at 8 to 1024 GPUs."""
+    """Yields the MFU of AMSP and other systems at 8 to 1024 GPUs."""
     for entry in published("amsp_mfu_a800"):
         size, system, gpus = entry["model"], entry["system"], int(entry["gpus"])
         row = Row(
@@ -119,7 +119,7 @@ def amsp_mfu_rows() -> Iterator[Row]:
 
 
 def amsp_layout_rows() -> Iterator[Row]:
-    """AMSP's layout over MiCS's, both in AMSP's engine: what partitioning gains without overlap's part."""
+    """Yields AMSP's layout over MiCS's, both in AMSP's engine: the gain by partitioning, without overlap's part."""
     for entry in published("amsp_layouts_a800"):
         size, gpus = entry["model"], int(entry["gpus"])
         row = Row(
@@ -133,7 +133,7 @@ def amsp_layout_rows() -> Iterator[Row]:
 
 
 def system_mfu(size: str, gpus: int, system: str, point: Point) -> float:
-    """MFU of AMSP or of a system in DeepSpeed, with the paper's open points as in `point`."""
+    """The MFU of AMSP, or of a system in DeepSpeed, with the open points of `point`."""
     engine = _OF_BROADCAST[point["broadcast"]] if system == "AMSP" else _OF_PEERS[point["peer_engine"]]
     return amsp_step(size, gpus, _layout(system, size), engine, kernels=point["kernels"]).mfu
 
@@ -158,7 +158,7 @@ def _excluded(size: str, gpus: int, system: str, mfu_percent: float) -> str:
 
 
 def _drawn_mfu(size: str, gpus: int) -> float | None:
-    """MFU in percent that the throughput of Fig. 12 means."""
+    """The MFU in percent that follows from the throughput in Fig. 12."""
     flops = _model(size, assumed("amsp", "kernels").value).model_flops_per_token(SEQ_LEN)
     peak = cluster_preset("a800-8x-hdr").device.peak("bf16")
     for entry in published("amsp_a800"):

@@ -1,4 +1,4 @@
-"""Megatron's published figures of 2025 and 2026: Llama in fp8 on H100 and Blackwell, and collectives of 8 H100."""
+"""Megatron's published figures from 2025 and 2026: Llama in fp8 on H100 and Blackwell, and collectives of 8 H100."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OPERATIONS: dict[str, Operation] = {"all-gather": "all_gather", "reduce-scatter
 
 
 def bridge_rows() -> Iterator[Row]:
-    """Tokens per second and GPU; a cell "37556 (36108)" has the figures of two precisions."""
+    """Yields tokens per second and GPU. A cell "37556 (36108)" has figures for two precisions."""
     for entry in published("megatron_bridge_llama"):
         precisions = re.findall(r"[A-Z][A-Z0-9-]+|see page", entry["precision"])
         figures = re.findall(r"\d+", entry["tokens_per_s_per_gpu"])
@@ -89,7 +89,7 @@ def _rate(entry: tuple[tuple[str, str], ...], products: str, recomputation: str)
 
 
 def _cluster(row: dict[str, str]) -> Cluster:
-    """Jobs of several racks use 64 of the 72 of each."""
+    """Jobs on several racks use 64 of each rack's 72 GPUs."""
     found, gpus = cluster_preset(_CLUSTERS[row["system"]]), int(row["gpus"])
     first, *others = found.levels
     if first.size == 72 and gpus > 64:
@@ -100,7 +100,8 @@ def _cluster(row: dict[str, str]) -> Cluster:
 
 
 def symmetric_rows() -> Iterator[Row]:
-    """Ring collectives inside a node; those in symmetric memory, which the table has beside them, are not priced."""
+    """Yields ring collectives inside a node. The table also has collectives in symmetric memory, which are not
+    priced."""
     cluster, constants = cluster_preset("h100-8x-ndr").take(8), default_constants()
     group = Group.of(cluster, [("node", 8)], constants)
     for entry in published("symmetric_memory_8xh100"):

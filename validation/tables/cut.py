@@ -1,7 +1,7 @@
-"""Published figures of models that are cut beside data: no table at hand has the seconds of a step with tp, pp or ep.
+"""Published figures of models with other parallelisms than data. No known table has step times with tp, pp or ep.
 
-What there is: rates with context parallelism relative to none, the collectives that tp and ep wait for measured alone,
-and memory under tp and pp (`validation.tables.memory`).
+There are rates with context parallelism relative to none, separate measurements of the collectives that tp and ep wait
+for, and memory under tp and pp (`validation.tables.memory`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OPERATIONS: dict[str, Operation] = {"allreduce": "all_reduce", "all2all": "all_
 
 
 def context_rows() -> Iterator[Row]:
-    """Tokens per second and GPU with cp, of those without: in fp8."""
+    """Yields tokens per second and GPU with cp over those without, in fp8."""
     entries = [entry for entry in published("torchtitan_published") if "CP" in entry["techniques"]]
     alone = float(entries[0]["tps_per_gpu"])
     rates = [_rate(int(entry["seq_len"]), _degree(entry)) for entry in entries]
@@ -64,7 +64,7 @@ def _rate(seq_len: int, cp: int) -> float:
 
 
 def collective_rows() -> Iterator[Row]:
-    """Collectives inside a node of 8 A100, alone: what a block under tp and ep waits for."""
+    """Yields separate collectives inside a node of 8 A100, which a block with tp and ep waits for."""
     cluster = cluster_preset("a100-8x-hdr").take(8)
     for entry in published("galvatron_hardware_profile", "calibration"):
         match = re.fullmatch(r"(allreduce|all2all)_size_(\d)_(\d+)MB_time", entry["key"])

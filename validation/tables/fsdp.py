@@ -32,7 +32,7 @@ _TITAN_MODELS = {
 
 
 def foundry_rows() -> Iterator[Row]:
-    """Tokens per second and GPU of MPT."""
+    """Yields tokens per second and GPU of MPT."""
     for entry in published("llm_foundry_mpt_a100"):
         gpus = int(entry["# GPUs"])
         seq_len, micro_batch = int(entry["SeqLen (T)"]), int(entry["MicroBatchSize"])
@@ -63,7 +63,7 @@ def _foundry_step(entry: dict[str, str]) -> Simulation:
 
 
 def torchtitan_rows() -> Iterator[Row]:
-    """Tokens per second and GPU of Llama 2 and 3, and the memory where it is published."""
+    """Yields tokens per second and GPU of Llama 2 and 3, and the memory if it is published."""
     for entry in published("torchtitan_published"):
         row = Row(
             table=TORCHTITAN,
@@ -104,7 +104,7 @@ def _titan_clusters(entry: dict[str, str]) -> tuple[str, ...]:
 
 
 def _titan_steps(entry: dict[str, str], cluster_name: str) -> list[Simulation]:
-    """One simulation, or two to be averaged where every second layer is recomputed."""
+    """Returns one simulation, or two to be averaged if every second layer is recomputed."""
     techniques, strategy = entry["techniques"], "zero3"
     kernels = KERNELS["compiled" if "compile" in techniques else "eager"]
     if "compiled loss" in techniques:

@@ -1,4 +1,5 @@
-"""Published peak memory: InternEvo on A800, Galvatron's per-layer profile on A100; sharded alone, and with tp or pp."""
+"""Published peak memory: InternEvo on A800, Galvatron's per-layer profile on A100; with data parallelism only, or tp or
+pp."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from zeromesh.simulator.workload import FixedWorkload
 
 INTERNEVO, GALVATRON = "InternEvo memory", "Galvatron memory"
 CUT = ", tp and pp"
-"""The rows with tp or pp are tables of their own."""
+"""Ending of the tables for rows with tp or pp."""
 
 _KERNELS = {"fused": FUSED, "eager": EAGER, "megatron": MEGATRON}
 _MEBIBYTE = 2**20
@@ -33,7 +34,7 @@ _QUANTITIES = {"ms": "model state", "act": "activations", "act_peak": "activatio
 
 
 def internevo_rows(*, cut: bool = False) -> Iterator[Row]:
-    """Peak memory of a step."""
+    """Yields the peak memory of a step."""
     for entry in published("internevo_memory_a800"):
         tp, pp = int(entry["tp"]), int(entry["pp"])
         if (tp * pp > 1) != cut:
@@ -52,7 +53,7 @@ def internevo_rows(*, cut: bool = False) -> Iterator[Row]:
 
 
 def _internevo_gb(entry: dict[str, str], step_bytes: str, kernels: str, length: str, along: str = "no") -> float:
-    """Peak of a row with one choice of what it leaves open."""
+    """The peak of a row, with one choice of its open points."""
     seq_len, gpus, tp, pp = int(length), int(entry["gpus"]), int(entry["tp"]), int(entry["pp"])
     model = model_preset(f"internlm-{entry['model'].lower()}", kernels=_KERNELS[kernels])
     workload = FixedWorkload(
@@ -69,7 +70,7 @@ def _internevo_gb(entry: dict[str, str], step_bytes: str, kernels: str, length: 
 
 
 def galvatron_rows(*, cut: bool = False) -> Iterator[Row]:
-    """Model state and activations of Llama's layers, 8 sequences on 8 GPUs."""
+    """Yields model state and activations of Llama's layers, for 8 sequences on 8 GPUs."""
     for entry in published("galvatron_llama2_7b_memory_profile"):
         strategy, key, second = entry["strategy(pp_tp_dp...)"], entry["key"], "seqlen2048" in entry["file"]
         whole = re.fullmatch(r"layernum\[(\d)\]_bsz8_seq2048_rank(\d)_(ms|act|act_peak)", key)
@@ -115,8 +116,8 @@ def _galvatron_mib(
     world = 8 // (parallel.pp * parallel.tp)
     if what == "ms":
         state = _FP32_STATES * _part(layers, parallel, 2048, FUSED, last=last).model.num_params / world
-        # With sequence parallelism Megatron keeps the buffer of a gathered input, one for all layers, from the first
-        # one on: get_global_memory_buffer().get_tensor(..., "mpu") of megatron/core/tensor_parallel/layers.py.
+        # With sequence parallelism, Megatron keeps a buffer for a gathered input, one for all layers, from the first
+        # layer on: get_global_memory_buffer().get_tensor(..., "mpu") in megatron/core/tensor_parallel/layers.py.
         lengths = [int(seq_len) for seq_len in assumed("galvatron", "seq_len").choices]
         hidden = preset_shape("llama2-7b").hidden if parallel.tp > 1 else 0
         return [(state + 8 // world * seq_len * 2 * hidden) / _MEBIBYTE for seq_len in lengths]
@@ -143,12 +144,12 @@ def _layer_mib(tp: int, recomputation: Recomputation) -> list[float]:
 
 
 def _galvatron_choices() -> list[tuple[int, Kernels]]:
-    """The choices that the profile leaves open."""
+    """The choices for points that the profile leaves open."""
     choices = product(assumed("galvatron", "seq_len").choices, assumed("galvatron", "kernels").choices)
     return [(int(seq_len), _KERNELS[kernels]) for seq_len, kernels in choices]
 
 
 def _part(layers: int, parallel: Parallel, seq_len: int, kernels: Kernels, *, last: bool) -> Part:
-    """The part of Llama 2 with so many layers that the first or last pipeline rank holds."""
+    """Returns the part of Llama 2 with `layers` layers that the first or last pipeline rank holds."""
     model = build(replace(preset_shape("llama2-7b"), layers=layers), kernels=kernels)
     return Division.of(model, cluster_preset("a100-8x-hdr").take(8), parallel, seq_len=seq_len).parts[-1 if last else 0]

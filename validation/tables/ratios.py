@@ -32,7 +32,7 @@ _TRAINABLE = {"full": "all", "partial 1/16 trainable": "0.0625", "PEFT 3/1000 tr
 
 @cache
 def gpt(layers_by_hidden: str) -> ModelSpec:
-    """A GPT of "layers x hidden" with four times hidden in its feed-forward network."""
+    """A GPT of "layers x hidden", with a feed-forward size of four times hidden."""
     layers, hidden = (int(part) for part in layers_by_hidden.split("x"))
     shape = preset_shape("gpt-20b")
     return build(
@@ -53,7 +53,7 @@ def _mechanics(overlap: str) -> Mechanics:
 
 
 def zeropp_rows() -> Iterator[Row]:
-    """TFLOPS of ZeRO++ over ZeRO-3 on 384 V100."""
+    """Yields TFLOPS of ZeRO++ over ZeRO-3 on 384 V100."""
     for entry in published("deepspeed_zeropp_v100"):
         gigabits = entry["inter_node_bandwidth"].split("Gbps")[0]
         tokens = int(entry["microbatch_tokens_per_gpu"].removesuffix("K")) * 1024
@@ -90,7 +90,7 @@ def _zeropp_ratio(gigabits: str, tokens: int, shape: str, recomputation: str, ov
 
 
 def paro_rows() -> Iterator[Row]:
-    """Throughput of one strategy over another; the PEFT row is an outlier of the paper's own formulas."""
+    """Yields throughput of one strategy over another. The PEFT row is an outlier in the paper's own formulas."""
     for entry in published("paro_a100"):
         size, gpus, scenario = entry["model"], int(entry["gpus"]), entry["scenario"]
         row = Row(
@@ -106,14 +106,14 @@ def paro_rows() -> Iterator[Row]:
 
 
 def paro_gain(size: str, scenario: str, gpus: int, strategy: str, baseline: str, point: Point) -> float:
-    """How many times as fast as the baseline a strategy is, with PaRO's open points taken as `point` says."""
+    """Speed of a strategy over the baseline's, with PaRO's open points as in `point`."""
     ours, theirs = (paro_seconds(size, scenario, gpus, name, point) for name in (strategy, baseline))
     return theirs / ours
 
 
 def paro_seconds(size: str, scenario: str, gpus: int, strategy: str, point: Point) -> float:
-    """Seconds of a step of PaRO's set-up: seq 512, micro-batch 4, 10 accumulations unless the scenario says else. 65B
-    recomputes whatever is assumed."""
+    """Seconds of a step of PaRO's set-up: seq 512, micro-batch 4, 10 accumulations unless the scenario says otherwise.
+    65B recomputes in any case."""
     full = size == "65B" or point["recomputation"] == "full"
     return _paro_step_s(
         size, scenario, gpus, strategy, full, point["overlap"], int(point["nics"]), _PARO_KERNELS[point["kernels"]]
@@ -139,7 +139,7 @@ def _paro_step_s(
 
 
 def paro_cluster(gpus: int, nics: int) -> Cluster:
-    """PaRO's nodes with `nics` links of 100 Gbit/s each."""
+    """PaRO's nodes, with `nics` links of 100 Gbit/s each."""
     cluster = cluster_preset("a100-8x-100g").take(gpus)
     outer = cluster.levels[-1]
     wider = replace(outer, bandwidth_bytes_per_s=outer.bandwidth_bytes_per_s * nics, ports=nics)
@@ -147,7 +147,7 @@ def paro_cluster(gpus: int, nics: int) -> Cluster:
 
 
 def frontier_rows() -> Iterator[Row]:
-    """TFLOPS per GCD relative to ZeRO-3, 20B GPT on 384 GCDs."""
+    """Yields TFLOPS per GCD relative to ZeRO-3, for a GPT of 20B on 384 GCDs."""
     for entry in published("frontier_mi250x"):
         system, gcds = entry["system"], int(entry["gcds"])
         row = Row(
@@ -162,7 +162,7 @@ def frontier_rows() -> Iterator[Row]:
 
 
 def frontier_ratio(baseline: str, system: str, gcds: int, point: Point) -> float:
-    """How many times as fast as the baseline a system is."""
+    """Speed of a system over the baseline's."""
     theirs, ours = (frontier_step_s(name, gcds, point) for name in (baseline, system))
     return theirs / ours
 

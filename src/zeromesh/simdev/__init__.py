@@ -1,9 +1,9 @@
 """A simulated accelerator: torch's device "simdev", with streams, events, an allocator and process groups.
 
-It is for tests and rehearsals on machines without a device; nothing that trains needs it. Its C++ is compiled on first
-use, in about a minute, into torch's cache of extensions, and needs a C++ compiler and ninja.
+It is for tests and rehearsals on machines without a device; training never needs it. Its C++ is compiled on first use,
+in about a minute, into torch's cache of extensions, which needs a C++ compiler and ninja.
 
-Three modes, one a process:
+There are three modes; a process uses one:
 
     real      kernels compute, on memory of the host; ranks exchange through gloo
     virtual   memory is reserved and not touched, kernels compute shapes; one process is a rank of any world
@@ -11,7 +11,8 @@ Three modes, one a process:
 
 In all modes, a `Checker` compares every access of every kernel with the waits of streams, events and the host.
 
-Names in `__all__` are stable, for code that builds on them. docs/simdev.md says how to use it, and where its view ends.
+Names in `__all__` are stable, for code that builds on them. docs/simdev.md describes their use and the limits of the
+simulation.
 """
 
 from zeromesh.simdev.checker import Checker, EarlyFree, HostRead, HostWait, Race

@@ -1,6 +1,6 @@
-"""Compiles the device, once for each torch and each version of its sources, and loads it.
+"""Compiles the device, once for each version of torch and of its sources, and loads it.
 
-The result lies in torch's cache of extensions (`TORCH_EXTENSIONS_DIR`), under a name made from torch's version and the
+The result lies in torch's cache of extensions (`TORCH_EXTENSIONS_DIR`). Its name is made from torch's version and the
 sources, so another torch builds another one.
 """
 
@@ -28,17 +28,17 @@ T = TypeVar("T")
 
 SOURCES = Path(__file__).parent / "native"
 FLAGS = ("-O1", "-DNDEBUG")
-"""Kernels are torch's own, and it compiles in two thirds of the time that -O2 takes. Without NDEBUG, classes of torch
-would have another layout than in torch itself."""
+"""Kernels are torch's own, so -O1 suffices, which compiles in two thirds of the time of -O2. Without NDEBUG, some of
+torch's classes would have another layout than in torch itself."""
 
 DONE = "done"
-"""A file beside a library that is whole: linking may have been cut short."""
+"""A file beside a complete library: linking may be interrupted."""
 
 
 @functools.cache
 def native() -> Any:
-    """The compiled device, of this process. Raises InputError if there is no compiler or ninja, or torch is not the one
-    it was written for."""
+    """Returns the compiled device of this process. Raises InputError if there is no compiler or ninja, or torch is not
+    the version that it was written for."""
     directory = _directory()
     directory.mkdir(parents=True, exist_ok=True)
     with _alone(directory / "in-use"):
@@ -50,12 +50,13 @@ def native() -> Any:
 
 
 def as_value(kind: type[T], found: Any) -> T:
-    """The dataclass `kind` of one of the device's structures, which has fields of the same names."""
+    """Converts one of the device's structures to the dataclass `kind`, which has fields of the same names."""
     return kind(**{field.name: getattr(found, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
 def missing() -> str | None:
-    """A missing requirement for building the device; None if there is none, or it is built already."""
+    """Returns a sentence on missing requirements for building the device; None if nothing is missing, or it is built
+    already."""
     if (_directory() / DONE).exists():
         return None
     needed = (("a C++ compiler (g++ or clang++)", _compiler()), ("ninja", _ninja()))
@@ -79,7 +80,7 @@ def _directory() -> Path:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process at a time; a lock of the kernel's, which goes with a process that is killed."""
+    """Lets one process in at a time. The kernel releases the lock when a process is killed."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -90,7 +91,7 @@ def _compiler() -> str | None:
 
 
 def _ninja() -> str | None:
-    """pip installs it beside the interpreter, which need not be on PATH."""
+    """Finds ninja; pip installs it beside the interpreter, which may not be on PATH."""
     return shutil.which("ninja", path=os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)]))
 
 
@@ -98,11 +99,11 @@ def _build(directory: Path) -> Any:
     wrong = missing()
     if wrong is not None:
         raise InputError(wrong)
-    from torch.utils import cpp_extension  # slow to import, and it needs setuptools
+    from torch.utils import cpp_extension  # slow to import, and requires setuptools
 
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join([before, str(Path(sys.executable).parent)])
-    (directory / "lock").unlink(missing_ok=True)  # torch's own, of a build that was killed
+    (directory / "lock").unlink(missing_ok=True)  # torch's own lock, left by a build that was killed
     try:
         return cpp_extension.load(
             name=directory.name,

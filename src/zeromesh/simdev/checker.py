@@ -10,13 +10,14 @@ from zeromesh.simdev.build import as_value, native
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """An access that nothing orders after an earlier one of the same bytes on another stream, where one writes."""
+    """An access without an order after an earlier access to the same bytes on another stream, if one of the two
+    writes."""
 
     operation: str
     where: str  # file and line of the caller outside torch
     stream: int  # -1 for the host's own access to pinned memory
     writes: bool
-    earlier_operation: str  # this and the next three: of the access that may not be over
+    earlier_operation: str  # this and the next three: of the access that may not have finished
     earlier_where: str
     earlier_stream: int
     earlier_writes: bool
@@ -35,12 +36,12 @@ class Race:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyFree:
-    """A block that went back to its stream's free ones before that stream came after another one's work on it."""
+    """A block that became free for its stream again, before that stream waited for another stream's work on it."""
 
-    size_bytes: int  # that were asked for
+    size_bytes: int  # as requested
     where: str  # of the release
     stream: int  # the block's own
-    earlier_operation: str  # this and the next two: of the access that may not be over
+    earlier_operation: str  # this and the next two: of the access that may not have finished
     earlier_where: str
     earlier_stream: int
 
@@ -54,12 +55,12 @@ class EarlyFree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRead:
-    """The host waited for values of the device."""
+    """The host waited for values from the device."""
 
-    operation: str  # that read them
-    stream: int  # that it waited for
+    operation: str  # the operation that read them
+    stream: int  # the stream that it waited for
     stack: list[str]  # the callers outside torch, "file:line", innermost first
-    size_bytes: int  # that were read, where it is known
+    size_bytes: int  # bytes that were read, if known
 
     @property
     def where(self) -> str:
@@ -70,18 +71,18 @@ class HostRead:
 
 
 class HostWait(HostRead):
-    """The host waited for the device without reading from it: it synchronised, or sent memory that was not pinned."""
+    """The host waited for the device without reading from it: it synchronised, or sent memory that is not pinned."""
 
     __slots__ = ()
 
 
 class Checker:
-    """Checks all kernels of the process while the context is open. One at a time.
+    """Checks all kernels of the process while the context is open. Only one can be open.
 
     Attributes:
-        races, early_frees, host_reads, host_waits: the findings, in order. Each distinct race and early free is there
-            once, all reads and waits.
-        checked: accesses that were looked at.
+        races, early_frees, host_reads, host_waits: the findings, in order. Each distinct race and early free appears
+            once; all reads and waits appear.
+        checked: number of accesses that were checked.
 
     Example:
         >>> from zeromesh import simdev

@@ -1,4 +1,4 @@
-"""The device itself: started once in a process, in one mode; and process groups for its tensors."""
+"""The device itself, which a process starts once and in one mode, and process groups for its tensors."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Clock:
 
     Args:
         flops: FLOP/s of matrix products.
-        memory_bytes_per_s: of all other kernels, over the bytes that they read and write.
-        host_copy_bytes_per_s: of copies between device and host, in each direction.
-        host_memory_bytes_per_s: of operators on the host's memory, where it is virtual: a rank's share.
-        dilation: seconds of the machine for one of the device. Links must be slower by as much.
+        memory_bytes_per_s: rate of all other kernels, over the bytes that they read and write.
+        host_copy_bytes_per_s: rate of copies between device and host, in each direction.
+        host_memory_bytes_per_s: rate of operators on the host's memory, if that is virtual: a rank's share.
+        dilation: the machine's seconds for one second of the device. Links must be slower by the same factor.
 
     Raises:
-        InputError: one is not positive.
+        InputError: a value is not positive.
     """
 
     flops: float
@@ -51,8 +51,8 @@ class Clock:
 class Device:
     """The simulated device of this process."""
 
-    virtual: bool  # memory is reserved only, and kernels compute shapes only
-    clock: Clock | None = None  # of a device that is clocked, which is virtual too
+    virtual: bool  # memory is only reserved, and kernels only compute shapes
+    clock: Clock | None = None  # of a clocked device, which is also virtual
 
     @property
     def mode(self) -> str:
@@ -65,17 +65,17 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStats:
-    """Figures of the device's allocator, which works as torch's for CUDA does."""
+    """Figures of the device's allocator, which works like torch's for CUDA."""
 
-    allocated_bytes: int  # that live tensors asked for
+    allocated_bytes: int  # that live tensors requested
     peak_allocated_bytes: int
-    rounded_bytes: int  # of their blocks, as torch.cuda.memory_allocated() counts them
+    rounded_bytes: int  # of their blocks, as in torch.cuda.memory_allocated()
     peak_rounded_bytes: int
     reserved_bytes: int  # of segments that were taken from the device
     peak_reserved_bytes: int
     blocks: int
     segments: int
-    retries: int  # how often free segments were given back, since another one would have gone beyond `memory_limit`
+    retries: int  # how often free segments were given back, since a further one would have exceeded `memory_limit`
 
 
 LaunchOrder = Literal["none", "implicit"]
@@ -84,14 +84,14 @@ _started: Device | None = None
 
 
 def start(virtual: bool = False, *, clock: Clock | None = None) -> Device:
-    """The device of this process: compiled where it is not yet, and registered with torch as "simdev".
+    """Returns the device of this process. Compiles it if necessary, and registers it with torch as "simdev".
 
     Args:
-        virtual: its mode: virtual, else real.
-        clock: rates of the clocked mode, which is virtual with time.
+        virtual: True for the virtual mode, False for the real one.
+        clock: rates for the clocked mode, which is virtual with time.
 
     Raises:
-        InputError: it cannot be compiled, it was started in the other mode, or torch has another device of the kind.
+        InputError: it cannot be compiled, it was started in another mode, or torch has another device of this kind.
     """
     global _started
     wanted = Device(virtual=virtual or clock is not None, clock=clock)
@@ -125,8 +125,9 @@ def _require_place() -> None:
 
 @contextmanager
 def launch_order(order: LaunchOrder) -> Iterator[None]:
-    """Inside, collectives of several communicators are ordered so on the device: "none", each stream for itself, as
-    outside; "implicit", each once all that were launched before have begun, as with NCCL_LAUNCH_ORDER_IMPLICIT."""
+    """Sets the order of collectives of different communicators on the device, inside the context. "none": no order
+    between streams, as outside. "implicit": each begins once all that were launched before have begun, as with
+    NCCL_LAUNCH_ORDER_IMPLICIT."""
     native().keep_launch_order(order == "implicit")
     try:
         yield
@@ -135,15 +136,15 @@ def launch_order(order: LaunchOrder) -> Iterator[None]:
 
 
 def memory_stats(*, host: bool = False) -> MemoryStats:
-    """Memory of the device, and its peak since `reset_peak_memory`; or of the `host` of a virtual device: memory that
-    was asked for as the host's, and results of operators on it."""
+    """Returns figures of the device's memory, with peaks since `reset_peak_memory`. With `host`, of a virtual device's
+    host: memory that was requested as the host's, and results of operators on it."""
     return as_value(MemoryStats, native().memory_stats(host))
 
 
 @contextmanager
 def memory_limit(limit_bytes: int) -> Iterator[None]:
-    """Inside, the device has so much memory. As torch's for CUDA does, the allocator first gives back free segments
-    where another one would go beyond that. Unlike torch's, it then takes the segment even if there is no room."""
+    """Limits the device's memory inside the context. Like torch's allocator for CUDA, it first gives back free segments
+    if a further one would exceed the limit. Unlike torch's, it then takes the segment even if there is no room."""
     native().limit_memory(limit_bytes)
     try:
         yield
@@ -152,13 +153,13 @@ def memory_limit(limit_bytes: int) -> Iterator[None]:
 
 
 def reset_peak_memory() -> None:
-    """Peaks begin anew, with the memory that is held now."""
+    """Starts peaks anew, from the memory that is held now."""
     native().reset_peaks()
 
 
 def counting_group(rank: int, world: int) -> None:
-    """Makes this process one rank of `world`: torch's default process group, for tensors of device and host. Raises
-    InputError if the device has not been started, or the rank is not one of the world's."""
+    """Makes this process one rank of `world` in torch's default process group, for tensors of device and host. Raises
+    InputError if the device has not been started, or the rank is not in the world."""
     if _started is None:
         raise InputError("counting_group needs the simulated device: call zeromesh.simdev.start() first")
     if not 0 <= rank < world:
@@ -167,14 +168,15 @@ def counting_group(rank: int, world: int) -> None:
 
 
 BACKEND = "simccl"
-"""Ordered by streams as NCCL's; data goes through gloo."""
+"""A process group whose collectives are ordered by streams, as with NCCL. Data goes through gloo."""
 
 COUNTING = "simcount"
-"""The same for one process that is a rank of any world: the others are taken to hold the same values."""
+"""The same for a single process as a rank of any world: other ranks are assumed to hold the same values."""
 
 
 def register_backends(*, alone: bool) -> None:
-    """The first is the one that torch takes for the device by default: without gloo where a process is `alone`."""
+    """Registers both backends. Torch takes the first one for the device by default: the one without gloo if a process
+    is `alone`."""
     names = {BACKEND: _through_gloo, COUNTING: _counting}
     for name in sorted(names, reverse=alone):
         devices = ["simdev"] if name == BACKEND else ["simdev", "cpu"]

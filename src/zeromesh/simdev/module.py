@@ -1,4 +1,4 @@
-"""`torch.simdev`, as torch.cuda is for CUDA: the functions that torch's device-generic code expects of a device's
+"""`torch.simdev`, the counterpart of torch.cuda: functions that torch's device-generic code expects from a device's
 module."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Event, Stream, Tensor
 from zeromesh.simdev.build import native
 
 MEMORY_BYTES = 1 << 50
-"""More than anybody asks for: readers of the peaks judge whether they would fit a real device."""
+"""More than anything requests: readers of the peaks judge whether these would fit a real device."""
 
 DeviceLike = torch.device | int | str | None
 
@@ -144,8 +144,8 @@ def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
 
 
 def host_memory(num_bytes: int) -> Tensor:
-    """So many bytes of the host's memory for copies to and from the device, zeroed: 1-D. A virtual device has virtual
-    ones, in a tensor of its own."""
+    """Returns zeroed host memory of `num_bytes` bytes for copies to and from the device, 1-D. On a virtual device it is
+    virtual, in a tensor of that device."""
     if not native().is_virtual():
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
     inside = native().InHostMemory(True)

@@ -1,4 +1,4 @@
-"""Reports the host's calls in order: kernels, collectives, and the waits between them."""
+"""Reports the host's calls in order: kernels, collectives, and waits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from zeromesh.simdev.build import native
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One kernel; arguments and results are as torch's operator has them, and who keeps them keeps their memory."""
+    """One kernel. Arguments and results are those of torch's operator; keeping them keeps their memory."""
 
-    name: str  # of torch's operator with its overload, such as `aten::mm` or `aten::add_.Tensor`; or of a copy
-    stream: int  # that it runs on
-    thread: int  # that issued it
+    name: str  # torch's operator with its overload, such as `aten::mm` or `aten::add_.Tensor`, or a copy
+    stream: int  # the stream that it runs on
+    thread: int  # the thread that issued it
     arguments: tuple[Any, ...]
     results: tuple[Any, ...]
 
@@ -25,11 +25,11 @@ class Kernel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """One launch of a process group: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, gather, scatter,
-    reduce, send, receive, or "send and receive", which are one launch."""
+    reduce, send, receive, or "send and receive", which is one launch."""
 
     name: str
-    stream: int  # that it runs on
-    thread: int  # that issued it
+    stream: int  # the stream that it runs on
+    thread: int  # the thread that issued it
     ranks: int  # of the group
     sent_bytes: int  # by this rank, to others
     group: str  # the group's description
@@ -37,19 +37,20 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """An event is recorded or waited for, or the host waits."""
+    """Recording of an event, a wait for an event, or a wait of the host."""
 
     kind: str  # "record", "wait", "host waits for stream", "host waits for event" or "host waits for device"
-    stream: int  # that records, or waits, or is waited for
-    thread: int  # that issued it
-    event: int  # number of the recording; a wait has that of the recording that it waits for. 0 where there is none
+    stream: int  # the stream that records, waits, or is waited for
+    thread: int  # the thread that issued it
+    event: int  # number of the recording, also for a wait for it; 0 if there is none
 
 
 Entry = Kernel | Collective | Order
 
 
 class Recorder:
-    """Calls `listener` with every entry while the context is open, in the thread that issues it. One at a time."""
+    """Calls `listener` with every entry while the context is open, in the thread that issues it. Only one can be
+    open."""
 
     _listening = False
 

@@ -36,7 +36,7 @@ bool is_passed_over(const std::string& file) {
   return false;
 }
 
-// "file:line" of the Python callers of this thread, innermost first, at most so many. Autograd's own threads have none.
+// "file:line" of at most `most` Python callers of this thread, innermost first. Autograd's own threads have none.
 std::vector<std::string> callers(size_t most) {
   std::vector<std::string> lines;
   if (!Py_IsInitialized()) return lines;
@@ -68,7 +68,7 @@ std::string caller() {
 
 namespace {
 
-// Whether `before` is not known to be over when `stream` does what it does now.
+// Whether `before` may still be running when `stream` begins its present operation.
 bool is_unordered(const Access& before, int stream, const Clock& clock) {
   return before.stream != stream && clock[before.stream] < before.time;
 }
@@ -86,7 +86,7 @@ void compare(const Access& access, const Clock& clock, const std::vector<Access>
   }
 }
 
-// The latest of a stream's reads, or writes, of a range says all that its earlier ones do.
+// Keeps only a stream's latest read, and latest write, of a range: it implies all earlier ones.
 void note(std::vector<Access>& accesses_of_range, const Access& access) {
   for (auto& before : accesses_of_range) {
     if (before.stream == access.stream && before.writes == access.writes) {
@@ -106,13 +106,13 @@ void touch(const Touch& touched, const Access& access, const Clock& clock) {
     if (touched.begin < end) {
       compare(access, clock, entry->second, static_cast<int64_t>(end - begin));
       if (access.writes && touched.begin <= begin && end <= touched.end) {
-        entry = history.erase(entry);  // what comes after this write comes after what it came after
+        entry = history.erase(entry);  // operations after this write are also after the erased accesses
         continue;
       }
     }
     ++entry;
   }
-  // All that is issued later comes after this access, and so does all that the host had waited for.
+  // The host's own accesses need no entry: everything that is issued later comes after them.
   if (access.stream != kHost) note(history[{touched.begin, touched.end}], access);
 }
 

@@ -19,14 +19,14 @@ std::array<Clock, kStreams> clocks = first_clocks();
 Clock host{};
 int64_t serials = 0;
 bool order_kept = false;
-Clock launched{};  // all that comes before the beginning of the collective that was launched last
+Clock launched{};  // everything before the start of the collective that was launched last
 thread_local int current = 0;
 
 void join(Clock& clock, const Clock& other) {
   for (int i = 0; i < kStreams; ++i) clock[i] = std::max(clock[i], other[i]);
 }
 
-// What the stream does from here on has another time than what it did so far.
+// Later operations of the stream get another time than those before.
 void tick(int stream) { ++clocks[stream][stream]; }
 
 }  // namespace
@@ -68,7 +68,7 @@ Clock marked(int stream) {
   return clock;
 }
 
-// The recorder takes the interpreter's lock, which whoever waits for the device's may hold: so it is told afterwards.
+// Call the recorder without the device's lock: it takes the interpreter's, whose holder may wait for the device's.
 
 void record(Event& event, int stream) {
   {

@@ -34,7 +34,7 @@ int64_t bytes_of(const Tensors& tensors) {
   });
 }
 
-// What was begun. It keeps the tensors until it has been waited for, as NCCL's does.
+// A collective that has begun. It keeps the tensors until somebody has waited for it, as with NCCL.
 class Begun final : public c10d::Work {
  public:
   Begun(Tensors held, Tensors written, std::optional<Event> end, Works inner)
@@ -53,7 +53,7 @@ class Begun final : public c10d::Work {
   bool isCompleted() override { return !end_ || wall::is_over(end_->mark); }
   bool isSuccess() const override { return true; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    // Whoever waits for it has its stream wait, as NCCL's: it records an event on the current one.
+    // A waiter's stream waits, as with NCCL: markCompleted records an event on the current stream.
     std::vector<c10::Device> devices;
     if (end_) devices.emplace_back(c10::DeviceType::PrivateUse1, 0);
     auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
@@ -214,7 +214,7 @@ class Group final : public c10d::Backend {
     return run("barrier", options.asyncOp, {}, {}, 0, [&] { transport_->barrier(); });
   }
 
-  // All of it is one kernel, which begins when the last has been said.
+  // Coalesced operations are one kernel, which begins with endCoalescing.
   void startCoalescing() override { together_.emplace(); }
 
   WorkPtr endCoalescing() override {
@@ -234,7 +234,7 @@ class Group final : public c10d::Backend {
     Works inner{};
   };
 
-  // Sends and receives between startCoalescing and endCoalescing are begun at once, and end with all others.
+  // Between startCoalescing and endCoalescing, sends and receives begin immediately, and end with all others.
   template <typename Move>
   WorkPtr run(
       const char* name, bool async, const Tensors& read, const Tensors& written, int64_t sent_bytes, Move move,
@@ -276,7 +276,7 @@ class Group final : public c10d::Backend {
     return c10::make_intrusive<Begun>(std::move(held), written, std::move(end), std::move(inner));
   }
 
-  // On a wall clock the host waits to exchange values that are known: [Note: Words].
+  // On a wall clock, the host waits before it exchanges known values: [Note: Words].
   template <typename Move>
   void after_all_before(const Move& move) const {
     wall::host_waits(wall::mark(current_stream()));
@@ -284,7 +284,7 @@ class Group final : public c10d::Backend {
     move();
   }
 
-  // The time that links take for values that are not: [Note: Wall clock]. None for what only sets a model up.
+  // Takes the links' time for unknown values: [Note: Wall clock]. Operations that only set up a model take none.
   void load(const std::string& name, int64_t sent_bytes, int stream) {
     static const std::set<std::string> loads{"all_gather", "reduce_scatter", "all_reduce", "all_to_all"};
     const int messages = (name == "all_reduce" ? 2 : 1) * (getSize() - 1);
@@ -312,7 +312,7 @@ class Group final : public c10d::Backend {
     recorder::collective(name, getSize(), sent_bytes, stream, getGroupDesc());
   }
 
-  // A gather in place does not write what it sends: [what is read, what is written], as bytes.
+  // A gather in place does not write the part that it sends. `touches`: [the bytes read, the bytes written].
   static void leave_own_part(std::vector<Touch>& touches) {
     const Touch own = touches[0], all = touches[1];
     if (own.block != all.block || own.begin < all.begin || all.end < own.end) return;
@@ -372,7 +372,7 @@ class Group final : public c10d::Backend {
     return parts;
   }
 
-  // Of each rank's part; `splits` count slices of the first dimension, and are equal where there are none.
+  // Elements of each rank's part. `splits` count slices of the first dimension; if empty, parts are equal.
   Splits elements(const at::Tensor& tensor, const Splits& splits) const {
     if (splits.empty()) return Splits(getSize(), tensor.numel() / getSize());
     const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
@@ -388,7 +388,7 @@ class Group final : public c10d::Backend {
     return all;
   }
 
-  std::shared_ptr<Transport> transport_;  // jobs under way hold it too
+  std::shared_ptr<Transport> transport_;  // running jobs hold it as well
   c10::intrusive_ptr<Options> options_;
   int stream_;
   uint64_t sequence_ = 0;

@@ -1,7 +1,7 @@
-// Kernels: torch's own of the host, on the same memory; in virtual mode its meta kernels, which know shapes alone.
+// Kernels: torch's own for the host, on the same memory. In virtual mode, its meta kernels, which only compute shapes.
 //
-// Every operator that torch has no composite kernel for comes to `fallback`; those beside it make memory, views of it, or
-// copies between device and host. All of them tell checker and recorder what they touch.
+// Every operator without a composite kernel in torch comes to `fallback`. Others here make memory, views, or copies
+// between device and host. All report the memory that they touch to checker and recorder.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
@@ -36,7 +36,7 @@ at::Tensor new_on_device(const at::Tensor& like) {
       like.sizes(), like.strides(), device_memory(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), like.scalar_type());
 }
 
-// A tensor of the device that an operator is given.
+// A tensor of the device among an operator's arguments.
 struct Operand {
   at::Tensor tensor;
   bool reads, writes;
@@ -74,7 +74,7 @@ bool overwrites(const std::string& name, const c10::Argument& argument) {
   return writes(argument) && (argument.is_out() || names.count(name) != 0);
 }
 
-// On CUDA the host waits for the values of these, since their results have a size that depends on them, or go to it.
+// Operators for whose values the host waits on CUDA: their result's size depends on these, or goes to the host.
 bool reads_on_host(const std::string& name) {
   static const std::set<std::string> names{
       "aten::nonzero", "aten::masked_select", "aten::equal", "aten::bincount", "aten::repeat_interleave",
@@ -82,7 +82,7 @@ bool reads_on_host(const std::string& name) {
   return names.count(name) != 0;
 }
 
-// Operators that take tensors of the host beside the device's: indices, and copies.
+// Operators that take tensors of both host and device: indices, and copies.
 bool takes_both(const std::string& name) {
   static const std::set<std::string> names{"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::_foreach_copy_"};
   return names.count(name) != 0;
@@ -106,7 +106,7 @@ IValue changed(const IValue& value, const Change& change) {
   return value;
 }
 
-// Bytes of a tensor in memory, where an expanded one has fewer.
+// Bytes of a tensor in memory; an expanded tensor has fewer than its shape says.
 double held_bytes(const at::Tensor& tensor) {
   auto bytes = static_cast<double>(tensor.itemsize());
   for (int64_t dim = 0; dim < tensor.dim(); ++dim)
@@ -114,7 +114,7 @@ double held_bytes(const at::Tensor& tensor) {
   return bytes;
 }
 
-// An operator of the host, on memory that stands for its own, takes the calling thread's time.
+// An operator on virtual host memory takes the calling thread's time.
 void take_time(bool on_host, double flops, double bytes) {
   if (on_host)
     wall::host_works(bytes);
@@ -157,7 +157,7 @@ class Call {
   }
 
  private:
-  // A device refuses tensors of the host beside its own, but for numbers. Lists are taken element by element.
+  // A device refuses host tensors together with its own, except 0-d ones. Lists are compared element by element.
   void require_one_device() const {
     std::vector<bool> ours, theirs;
     bool one = false, other = false;  // beside the lists
@@ -183,7 +183,7 @@ class Call {
     TORCH_CHECK(!mixed, "Expected all tensors to be on the same device, but ", schema_.operator_name(), " got some on the simulated device and others on the host");
   }
 
-  // [Note: The host]. A number beside it may be anywhere.
+  // [Note: The host]. A 0-d operand may be anywhere.
   bool is_of_host() const {
     for (const auto& operand : operands_)
       if (operand.tensor.dim() != 0 && in_host_memory(operand.tensor)) return true;
@@ -195,7 +195,7 @@ class Call {
     for (const auto& operand : operands_)
       if (!is_backed(operand.tensor) || (operand.reads && !is_known(operand.tensor))) return false;
     if (mutates_only() || reads_on_host(schema_.name())) return true;
-    for (const auto& value : computed(at::kMeta)) {  // results may be large where arguments are small
+    for (const auto& value : computed(at::kMeta)) {  // results may be large although arguments are small
       bool small = true;
       changed(value, [&](const at::Tensor& tensor) {
         small = small && (!tensor.defined() || tensor.nbytes() <= kWordBytes);
@@ -211,7 +211,7 @@ class Call {
     return computed(at::kMeta);
   }
 
-  // Whether nothing that it returns has a shape to be found out.
+  // Whether it only returns arguments whose shapes are known.
   bool mutates_only() const {
     for (const auto& result : schema_.returns())
       if (!writes(result)) return false;
@@ -220,7 +220,7 @@ class Call {
     return true;
   }
 
-  // By torch's kernel of the host, or of the meta device.
+  // Runs torch's kernel for the host, or for the meta device.
   std::vector<IValue> computed(c10::DeviceType where) const {
     torch::jit::Stack stack;
     for (size_t i = 0; i < arguments_.size(); ++i) stack.push_back(moved(arguments_[i], schema_.arguments()[i], where));
@@ -252,7 +252,7 @@ class Call {
     });
   }
 
-  // `out=` of no elements: the operator gives it its size.
+  // Whether it is an `out=` without elements, which the operator resizes.
   static bool is_to_be_sized(const c10::Argument& argument, const at::Tensor& tensor) {
     return argument.is_out() && on_device(tensor) && tensor.numel() == 0;
   }
@@ -264,7 +264,7 @@ class Call {
     return out;
   }
 
-  // As it comes to the caller: the argument that it is, a view of it, or new memory of the device.
+  // Returns a result to the caller: an argument itself, a view of one, or new memory of the device.
   IValue result(size_t index, const IValue& found) {
     const auto* alias = schema_.returns()[index].alias_info();
     if (alias != nullptr) {
@@ -313,7 +313,7 @@ class Call {
     return 2.0 * static_cast<double>(results[0].toTensor().numel() * arguments_[found->second].toTensor().size(-1));
   }
 
-  // Each argument is read, each result written, once.
+  // Bytes moved, if each argument is read once and each result written once.
   double moved_bytes(const std::vector<IValue>& results) const {
     double bytes = 0;
     for (const auto& operand : operands_) bytes += (operand.reads + operand.writes) * held_bytes(operand.tensor);
@@ -360,7 +360,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     if (up) checker::host_wait("copy from memory that is not pinned", current_stream());
     host_waits_for(current_stream());
   }
-  const at::DisableRecordFunctionGuard by_the_device;  // not by an operator of the host
+  const at::DisableRecordFunctionGuard by_the_device;  // it is not the host's operator
   const bool known = up || is_known(from);
   if (known && (down || is_backed(to))) {
     (down ? to : on_host(to)).copy_(up ? from : on_host(from));
@@ -464,7 +464,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", record_stream);
 }
 
-// Torch composes these of others where a device has no kernel of its own; the devices that this one stands for do have.
+// Torch composes these from others if a device has no kernel for them. The simulated kinds of device have kernels.
 bool has_kernel_of_its_own(const c10::OperatorHandle& op) {
   static const std::set<std::string> names{"aten::convolution", "aten::convolution_backward"};
   if (op.operator_name().name.rfind("aten::_foreach_", 0) == 0 || names.count(op.operator_name().name) != 0) return true;
@@ -472,17 +472,17 @@ bool has_kernel_of_its_own(const c10::OperatorHandle& op) {
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
 }
 
-// Whether an operator of the host does not look at values: it makes new ones, or asks about the tensor.
+// Whether an operator on the host reads and writes no values: it makes new tensors, views, or asks about one.
 bool passes_over(const c10::FunctionSchema& schema) {
   static const std::set<std::string> names{
       "aten::empty_like", "aten::zeros_like", "aten::ones_like",  "aten::new_empty", "aten::new_empty_strided",
       "aten::new_zeros",  "aten::is_pinned",  "aten::set_", "aten::resize_"};
-  bool asks = schema.returns().empty();  // of tensors it changes none either
+  bool asks = schema.returns().empty();  // and changes no tensor
   for (const auto& argument : schema.arguments()) asks = asks && !writes(argument);
   return asks || is_view(schema) || names.count(schema.name()) != 0;
 }
 
-// The host's operators on memory that the device copies from and to. Operators of the device report themselves.
+// Reports the host's operators on memory that the device copies from and to. The device's operators report themselves.
 std::unique_ptr<at::ObserverContext> on_the_host(const at::RecordFunction& function) {
   const auto inputs = function.inputs();
   bool device = false;

@@ -19,9 +19,9 @@ constexpr size_t kRounding = 512;
 constexpr size_t kSmall = 1 << 20;           // largest block of a small segment
 constexpr size_t kSmallSegment = 2 << 20;
 constexpr size_t kLargeSegment = 20 << 20;
-constexpr size_t kOwnSegment = 10 << 20;     // from here on a block has a segment of its own
+constexpr size_t kOwnSegment = 10 << 20;     // blocks of this size or more get a segment each
 constexpr size_t kSegmentRounding = 2 << 20;
-constexpr int kPoison = 0xff;                // NaN in every floating dtype: what nobody has written shows
+constexpr int kPoison = 0xff;                // NaN in every floating dtype, so that unwritten values show
 
 bool virtual_mode = false;
 
@@ -180,7 +180,7 @@ class Memory {
   const bool host_;
   Pool small_, large_;
   std::unordered_map<const void*, Block*> in_use_;
-  std::vector<std::pair<Block*, Clock>> deferred_;  // with what must come before they are used again
+  std::vector<std::pair<Block*, Clock>> deferred_;  // with the work that must finish before they are used again
 };
 
 Memory& memory(bool host) {
@@ -192,7 +192,7 @@ thread_local bool taking_host_memory = false;
 
 const c10::Device kDevice(c10::DeviceType::PrivateUse1, 0);
 
-// Torch's own figures, for torch.accelerator.memory_stats() and the like.
+// The allocator in torch's interface, with its figures for torch.accelerator.memory_stats() and the like.
 class DeviceMemory final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {

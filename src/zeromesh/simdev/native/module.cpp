@@ -1,4 +1,4 @@
-// What Python sees.
+// The device's Python interface.
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 

@@ -4,7 +4,7 @@
 #include "recorder_python.h"
 
 namespace torch::jit {
-// From pybind_utils.h, which takes half a minute to parse.
+// Declared here, since its header pybind_utils.h takes half a minute to parse.
 TORCH_PYTHON_API py::object toPyObject(c10::IValue value);
 }  // namespace torch::jit
 

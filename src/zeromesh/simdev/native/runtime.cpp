@@ -1,4 +1,4 @@
-// What torch asks a device for: streams and events through its device guard, generators and pinned memory through hooks.
+// Torch's interfaces of a device: a guard for streams and events, and hooks for generators and pinned memory.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -53,7 +53,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) simdev::wait(number(stream), *static_cast<Event*>(event));
   }
-  // The caller may rely on a "yes" as on a wait; without a wall clock all that was issued is done.
+  // The caller may rely on "true" as on a wait. Without a wall clock, everything that was issued is done.
   bool queryEvent(void* event) const override {
     if (event != nullptr && !wall::is_over(static_cast<Event*>(event)->mark)) return false;
     if (event != nullptr) host_waits_for(*static_cast<Event*>(event));
@@ -74,7 +74,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
-// Numbers are drawn by one of the host's generators; see `host_generator`.
+// A generator that draws from one of the host's; see `host_generator`.
 struct DeviceGenerator final : c10::GeneratorImpl {
   DeviceGenerator(at::Generator host) : GeneratorImpl({kType, 0}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), host(std::move(host)) {}
 

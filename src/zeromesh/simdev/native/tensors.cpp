@@ -5,7 +5,7 @@
 namespace simdev {
 namespace {
 
-// From the first to the last byte that a tensor's elements take in its storage.
+// Start and end of the bytes that a tensor's elements span in its storage.
 std::pair<size_t, size_t> span_of(const at::Tensor& tensor) {
   size_t last = 0;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim)

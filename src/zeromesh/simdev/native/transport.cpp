@@ -70,7 +70,7 @@ class Gloo final : public Transport {
 
   void barrier() override { wait_for(group_->barrier()); }
 
-  // In a ring each is one that came before, as of gathers and reductions of which every rank has a part.
+  // In a ring, each message goes on after one has arrived, as in gathers and reductions. Else one goes to each rank.
   void load(int64_t bytes, int messages, bool to_each) override {
     const int size = group_->getSize(), rank = group_->getRank();
     if (!sent_.defined() || sent_.numel() < bytes)
@@ -98,7 +98,7 @@ class Gloo final : public Transport {
   }
 
  private:
-  static constexpr int kLoad = 0x10ad;  // tag of such messages
+  static constexpr int kLoad = 0x10ad;  // tag of these messages
 
   c10::intrusive_ptr<c10d::Backend> group_;
   at::Tensor sent_{}, received_{};
@@ -113,7 +113,7 @@ class Itself final : public Transport {
       if (tensor.numel() != 0 && tensor.data_ptr() != in.data_ptr()) tensor.copy_(in);
   }
 
-  // Every rank has for this one what this one has for itself.
+  // All ranks are assumed to send this one the part that it has for itself.
   void exchange(const at::Tensor& in, at::Tensor out, const Splits& in_splits, const Splits& out_splits) override {
     int64_t begin = 0;
     for (int rank = 0; rank < rank_; ++rank) begin += in_splits[rank];

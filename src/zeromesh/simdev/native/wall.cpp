@@ -22,7 +22,7 @@ namespace {
 
 using Lock = std::unique_lock<std::mutex>;
 
-// A kernel, unless it has a job, a mark to wait for, or one that is reached.
+// An entry of a stream: a job, a mark to wait for, a mark that is reached, or else a kernel.
 struct Item {
   double issued;
   double seconds = 0;
@@ -32,7 +32,7 @@ struct Item {
 
 struct Stream {
   std::deque<Item> queue{};
-  double free = 0;  // when all that has left the queue is done
+  double free = 0;  // when everything that has left the queue is done
   bool working = false, has_thread = false;
   std::condition_variable work{};
 };
@@ -42,7 +42,7 @@ struct Device {
   std::condition_variable changed{};
   std::array<Stream, kStreams> streams{};
   std::array<std::mutex, 2> host_link{};
-  MarkPtr begun{};  // the collective that was launched last, where their order is kept
+  MarkPtr begun{};  // of the last launched collective, if their order is kept
   std::exception_ptr failure{};
   Rates rates{};
 };
@@ -56,7 +56,7 @@ void sleep_until(double at) {
   if (left > 0) std::this_thread::sleep_for(std::chrono::duration<double>(left));
 }
 
-// Whether the stream comes past its first item; a job is begun.
+// Whether the stream passes its first item. Starts a job.
 bool passes(Stream& stream, Item& item) {
   const double begin = std::max(stream.free, item.issued);
   if (item.job) {
@@ -70,7 +70,7 @@ bool passes(Stream& stream, Item& item) {
   return true;
 }
 
-// What one stream comes to may let another go on.
+// Moves all streams on: progress of one may let another go on.
 void settle() {
   for (bool moved = true; moved;) {
     moved = false;
