@@ -1,12 +1,12 @@
-"""Plans for every text architecture of transformers: which are read, and whether what is read is right.
+"""Plans for every text architecture of transformers: which ones can be read, and whether the reading is right.
 
     make bench-architectures ARGS="-o architectures.json"     # 45 minutes of a processor
 
-Of each config class that a causal, masked or encoder-decoder language model is made of, a config.json that names the
-type alone is loaded as `zeromesh plan --model` loads it, and a step of it simulated. Parameters are held against the
-model's own on the meta device. For FLOPs the config is made small by the names of its keys (see SMALLER), where that
-gives a model that runs; the FLOPs of a plan for it are held against what torch's counter sees of a real step on the
-CPU, forward and backward. An architecture that takes more than --limit seconds of a processor counts as failed.
+For each config class of a causal, masked or encoder-decoder language model, a config.json that only names the type is
+loaded as by `zeromesh plan --model`, and a step is simulated. Parameters are compared with the model's own on the meta
+device. For FLOPs, the config is made small by the names of its keys (see SMALLER), if that gives a model that runs. The
+FLOPs of a plan for it are compared with torch's count in a real step on the CPU, forward and backward. An architecture
+that takes more than --limit processor seconds counts as failed.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ SMALLER = (
 
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "blenderbot": (128, {}),  # as many positions as its type has
-    "blt": (SEQ_LEN, {"patching_mode": "static"}),  # else by what its weights say of each byte
+    "blt": (SEQ_LEN, {"patching_mode": "static"}),  # else chosen by its weights for each byte
     "perceiver": (2048, {}),
     "reformer": (4096, {}),
     "xmod": (SEQ_LEN, {"default_language": "en_XX"}),
 }
-"""Values that some types leave to their files: the only length that they run on, and keys."""
+"""Values that some types expect from their files: the only length that they run on, and keys."""
 
 AUTO = {"layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers"}
-"""Lists as long as a model has layers, which the class makes where they are left out."""
+"""Lists with one entry per layer, which the class makes if they are left out."""
 
 aten = torch.ops.aten
 
@@ -78,14 +78,14 @@ PROCESSES.set_forkserver_preload(["torch", "transformers", "zeromesh.planner.pla
 
 
 def types() -> list[str]:
-    """The model types of all text architectures."""
+    """Returns the model types of all text architectures."""
     known = transformers.CONFIG_MAPPING
     return [name for name in known if any(known[name] in auto._model_mapping for auto in HEADS)]
 
 
 def check(model_type: str, limit: int) -> dict[str, Any]:
-    """Whether one architecture plans, and whether what was read of it is right; in a process of its own, which ends
-    when its time does, or by an error of torch's."""
+    """Checks whether one architecture plans, and whether the reading is right. It runs in a separate process, which
+    ends when its time is over, or by an error of torch."""
     reader, writer = PROCESSES.Pipe(duplex=False)
     process = PROCESSES.Process(target=_work, args=(model_type, limit, writer))
     process.start()
@@ -116,7 +116,7 @@ def _check(model_type: str) -> dict[str, Any]:
         step_s = step(spec, seq_len)
     except ModelError as error:
         return {"plans": False, "why": reason(str(error)), "message": str(error)}
-    except Exception as error:  # what this is to find
+    except Exception as error:  # the check is to find these
         return {"plans": False, "why": f"raw {type(error).__name__}", "message": str(error)[:500]}
     own = sum(parameter.numel() for parameter in meta_model(model_type).parameters())
     found = {"plans": True, "params": spec.num_params, "params_off": spec.num_params - own, "step_s": step_s}
@@ -124,7 +124,7 @@ def _check(model_type: str) -> dict[str, Any]:
 
 
 def step(spec: ModelSpec, seq_len: int) -> float:
-    """Seconds that the simulator gives for a step on sixteen GPUs."""
+    """Seconds that the simulator predicts for a step on sixteen GPUs."""
     cluster = find_cluster("a800-8x-hdr").take(16)
     work = Workload(
         seq_len=seq_len, global_batch_tokens=16 * seq_len, micro_batch=1, recomputation=Recomputation.SELECTIVE
@@ -141,7 +141,7 @@ def load(model_type: str, keys: dict[str, Any], seq_len: int = SEQ_LEN) -> Model
 
 
 def reason(message: str) -> str:
-    """The class of a failure: what transformers raised, while it built or ran the model."""
+    """The class of a failure: the exception of transformers while it built or ran the model."""
     found = re.search(r"cannot build .*?: (\w+): ", message, re.DOTALL)
     if found:
         return f"cannot be built: {found[1]}"
@@ -159,14 +159,14 @@ def meta_model(model_type: str) -> nn.Module:
 
 
 def compared(model_type: str) -> dict[str, Any]:
-    """Our FLOPs over torch's, of a small instance."""
+    """Returns our FLOPs over torch's, for a small instance."""
     try:
         module = small_model(model_type)
         asked, _ = MORE.get(model_type, (SEQ_LEN, {}))
         length = SMALL_LEN if asked == SEQ_LEN else asked
-        spec = from_module(module, seq_len=length, dtype="fp32")  # before it runs, which may leave states in it
+        spec = from_module(module, seq_len=length, dtype="fp32")  # before it runs, since that may leave states in it
         real = real_flops(module, length)
-    except Exception as error:  # a config made small by names alone may be none
+    except Exception as error:  # names may not suffice to make a config small
         return {"flops": f"not compared: {type(error).__name__}: {str(error)[:150]}"}
     forward, backward = planned_flops(spec, length)
     return {"forward": round(forward / real[0], 6), "backward": round(backward / real[1], 6)}
@@ -203,13 +203,13 @@ def smaller(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def planned_flops(spec: ModelSpec, seq_len: int) -> tuple[float, float]:
-    """Those of a forward and of a backward of one sequence, as planned for."""
+    """Planned FLOPs of a forward and of a backward for one sequence."""
     forward = sum(unit.count * unit.forward_flops(seq_len) for unit in spec.units)
     return forward * seq_len, sum(unit.count * unit.backward_flops(seq_len) for unit in spec.units) * seq_len
 
 
 def real_flops(module: nn.Module, seq_len: int) -> tuple[int, int]:
-    """Those of a forward and of a backward, counted while they compute."""
+    """FLOPs of a forward and of a backward, counted while they compute."""
     inputs = dict(token_inputs(module, seq_len))
     with FlopCounterMode(display=False, custom_mapping=dict(formulas())) as counter:
         output = module(*inputs.pop("*", ()), **inputs)
@@ -221,8 +221,8 @@ def real_flops(module: nn.Module, seq_len: int) -> tuple[int, int]:
 
 
 def formulas() -> Iterator[tuple[Any, Any]]:
-    """Operations of the CPU that torch's counter does not know, and the backward of convolutions, in which it leaves
-    out that groups have fewer products."""
+    """Yields formulas for CPU operations that torch's counter does not know, and for the backward of convolutions:
+    there it ignores that groups need fewer products."""
 
     def attention(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
         return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]  # torch's

@@ -1,17 +1,18 @@
-"""Kills ranks of a training job at random moments, again and again: no announced checkpoint is lost, nothing changes.
+"""Kills ranks of a training job at random moments, many times. No announced checkpoint may be lost, and no result may
+change.
 
     python -m benchmarks.chaos --kills 100 -o benchmarks/results/chaos.json
 
 A job of two ranks trains a small model and saves after every step, so that about every second kill comes during a save.
-After each kill of a random rank the others are killed too, as torchrun does, and the job starts again from the newest
-checkpoint. Checked:
+After each kill of a random rank the others are killed as well, as torchrun does, and the job starts again from the
+newest checkpoint. These are checked:
 
 - after each kill, from outside: the newest complete checkpoint is not older than any that had been announced, and
   nothing that is named like a checkpoint is anything less;
 - at each start: the job went on from it, without a warning;
 - at each end: parameters and optimizer states equal, to the bit, those of a job that nobody disturbed.
 
-The output is written anew after every kill, so what was reached counts even if the run is ended, or fails.
+The output is rewritten after every kill, so results count even if the run is ended, or fails.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ TIMEOUT_S = 50.0
 class Outcome:
     """Counts of a soak run so far."""
 
-    asked: int  # kills to be made
-    kills: int = 0  # ranks killed, each with its directory checked
-    kills_during_save: int = 0  # of those, how many left a half-written checkpoint behind
-    kills_before_load: int = 0  # of those, how many came before the job had loaded its checkpoint
+    asked: int  # number of kills to make
+    kills: int = 0  # ranks killed, each followed by a check of its directory
+    kills_during_save: int = 0  # kills that left a half-written checkpoint behind
+    kills_before_load: int = 0  # kills before the job had loaded its checkpoint
     kills_by_rank: list[int] = field(default_factory=lambda: [0] * WORLD)
-    jobs: int = 0  # that ran to their end, with the results of an undisturbed one
-    restarts: int = 0  # starts that found a checkpoint and went on from it
-    restarts_from: list[int] = field(default_factory=list)  # steps that they went on from
+    jobs: int = 0  # jobs that ran to their end, with the results of an undisturbed one
+    restarts: int = 0  # starts that resumed from a checkpoint
+    restarts_from: list[int] = field(default_factory=list)  # the steps that they resumed from
     seconds: float = 0.0
-    failed: str = ""  # why the run ended early; "" while all is well
+    failed: str = ""  # why the run ended early; "" if it did not
 
 
 class ChaosError(Exception):
@@ -70,7 +71,7 @@ class ChaosError(Exception):
 
 
 def rank_main(rank: int, directory: str, attempt: int, steps: int) -> None:
-    """One rank: resumes, trains, saves after every step, and says so once a checkpoint is complete."""
+    """Runs one rank: resumes, trains, saves after every step, and announces each complete checkpoint."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -148,7 +149,7 @@ class _Job:
     outcome: Outcome
 
     def run(self, kills: int, killed: Callable[[], None] = lambda: None) -> None:
-        """Starts the job until it ends; the first `kills` starts are killed, unless they end before."""
+        """Starts the job until it ends. The first `kills` starts are killed, unless they end before."""
         for attempt in itertools.count():
             announced = max(_said(self.directory / "announced"), default=0)
             ranks = _start(self.directory, attempt, self.steps)
@@ -173,7 +174,7 @@ class _Job:
         self.outcome.kills_by_rank[victim] += 1
 
     def _watch(self, ranks: Sequence[ForkServerProcess], attempt: int, *, killing: bool) -> bool:
-        """Returns at the moment for a kill (False), or when the job has ended (True)."""
+        """Returns False at the moment for a kill, or True when the job has ended."""
         deadline = time.monotonic() + TIMEOUT_S
         # One start in five is killed before it has loaded its checkpoint.
         waits = killing and self.generator.random() > 0.2
@@ -189,7 +190,7 @@ class _Job:
         return codes == [0] * WORLD
 
     def _check_directory(self) -> None:
-        """Nobody runs: what lies on the disk is what a next job would find."""
+        """Checks the directory while no rank runs: it is what a next job would find."""
         checkpoints = self.directory / "checkpoints"
         listing = list_checkpoints(LocalStorage(checkpoints))
         if listing.refused:
@@ -217,9 +218,9 @@ def soak(
     kills_a_job: int = 10,
     report: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:
-    """Jobs one after another until `kills` ranks have been killed; `seed` decides when who is. After `kills_a_job` a
-    job is left to end. `report` is told after every kill and every job. Raises ChaosError if a checkpoint was lost,
-    a job failed, or its result differs."""
+    """Runs jobs one after another until `kills` ranks have been killed; `seed` determines the kills. After
+    `kills_a_job` kills, a job may end. `report` is called after every kill and every job. Raises ChaosError if a
+    checkpoint was lost, a job failed, or its result differs."""
     started = time.monotonic()
     outcome = Outcome(asked=kills)
 
@@ -232,7 +233,7 @@ def soak(
     calm.directory.mkdir()
     calm.run(0)
     expected = _digests(calm.directory)
-    # From the first checkpoint's file to the last: so that a job has time for several kills, on any machine.
+    # From the first checkpoint's file to the last, so that a job has time for several kills on any machine.
     delay_s = ((calm.directory / "announced").stat().st_mtime - (calm.directory / "resumed-0").stat().st_mtime) / 3
     try:
         while outcome.kills < kills:

@@ -1,12 +1,12 @@
-"""Times saves and loads against plain DCP of FSDP2: the same model, disk and ranks, in one run, taking turns.
+"""Times saves and loads against plain DCP of FSDP2, with the same model, disk and ranks, in one run and in turns.
 
     make bench-checkpoint ARGS="-o benchmarks/results/checkpoint.json"
 
-Both sides save parameters and AdamW's states in fp32 (zeromesh also the ranks' random states), to one file a rank.
-Reads may come from the page cache, on both sides. When a save ends, everything is on the disk, on both sides: DCP syncs
-each data file and its index, which is its default; zeromesh also its manifest and both directories, and it copies the
-shards before it writes them. Both compute CRC-32s of what they write. What a side saved before is deleted, and that
-synced, before the clock starts.
+Both sides save parameters and AdamW's states in fp32 (zeromesh also the ranks' random states), to one file per rank.
+Reads may come from the page cache, on both sides. When a save ends, everything is on the disk, on both sides. DCP syncs
+each data file and its index, which is its default. zeromesh also syncs its manifest and both directories, and it copies
+the shards before it writes them. Both compute CRC-32s of what they write. Before the clock starts, a side's previous
+save is deleted, and the deletion synced.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def train_once(model: nn.Module, hidden: int) -> torch.optim.Optimizer:
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, float]:
-    """(seconds, seconds of CPU) of the slowest rank, started together."""
+    """Returns (seconds, processor seconds) of the slowest rank; all ranks start together."""
     dist.barrier()
     start, cpu = perf_counter(), process_time()
     work()
@@ -61,7 +61,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, float]:
 
 
 def measure(ranks: Ranks, *, directory: str, layers: int, hidden: int, repeats: int) -> dict[str, Any]:
-    """A task of all ranks. Times are of the slowest rank: medians, and what they are the medians of.
+    """A task of all ranks. Returns the slowest rank's times, and their medians.
 
     save, dcp_save: until everything is on the disk.
     block: how long an asynchronous save keeps training waiting.
@@ -69,7 +69,7 @@ def measure(ranks: Ranks, *, directory: str, layers: int, hidden: int, repeats: 
     load, dcp_load: into a model of the same layout.
     load_other: into one of another strategy.
     """
-    warnings.simplefilter("ignore")  # torch's, of its own calls
+    warnings.simplefilter("ignore")  # torch warns about its own calls
     torch.set_num_threads(1)
     root, rank, mesh = Path(directory), ranks.rank, ranks.mesh
     theirs = build(layers, hidden)
@@ -134,10 +134,10 @@ def measure(ranks: Ranks, *, directory: str, layers: int, hidden: int, repeats: 
     checkpoints.close()
     return {
         "state_bytes": sum(shard.numel() * shard.itemsize for shard in shards) * WORLD,
-        "staging_bytes": staging_bytes,  # of one rank: the copy that an asynchronous save makes
+        "staging_bytes": staging_bytes,  # of one rank, for the copy that an asynchronous save makes
         "median_s": {name: statistics.median(seconds) for name, seconds in times.items()},
         "all_s": dict(times),
-        # All threads of the rank that used most; hardly depends on what else the machine does.
+        # Over all threads of the rank that used most; hardly affected by other work on the machine.
         "median_cpu_s": {name: statistics.median(seconds) for name, seconds in cpu.items()},
     }
 

@@ -1,13 +1,13 @@
-"""Times this project's collectives beside torch's own, on gloo.
+"""Times this project's collectives and torch's own, on gloo.
 
-On this machine (starts its own ranks), or under torchrun, behind whatever network that spans::
+It starts its own ranks on this machine, or runs under torchrun, over any network::
 
     python -m benchmarks.collectives --world 4
     torchrun --nproc-per-node 4 -m benchmarks.collectives --sizes 8MiB
     python -m lab 2@200mbit,2 -- python -m benchmarks.collectives --nodes 2 --sizes 16MiB
 
-Candidates are interleaved, so that a busy moment of the machine does not hit one alone. For each it prints the median
-and the fastest wall time of the slowest rank, the CPU time of all ranks together, and bytes per second and rank at the
+Candidates are interleaved, so that a busy moment of the machine does not affect only one. For each it prints the
+slowest rank's wall time (median and fastest), the CPU time of all ranks together, and bytes per second and rank at the
 median.
 """
 
@@ -45,7 +45,7 @@ Calls = dict[tuple[str, str], Call]
 
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""torch's own, under their newer names where it has them."""
+"""torch's own, under their newer names if it has these."""
 
 
 Result = dict[str, Any]
@@ -89,7 +89,7 @@ def on_one_level(group: AxisGroup, region: torch.Tensor) -> Calls:
 
 
 def on_two_levels(whole: AxisGroup, node: AxisGroup, cluster: AxisGroup, region: torch.Tensor) -> Calls:
-    """`node` inside, `cluster` between."""
+    """Calls on two levels: `node` is the inner group, `cluster` the outer."""
     shard = region.numel() // whole.size
     own = region[whole.rank * shard : (whole.rank + 1) * shard]
     native = whole.gather.process_group
@@ -112,7 +112,7 @@ def on_two_levels(whole: AxisGroup, node: AxisGroup, cluster: AxisGroup, region:
 
 
 def two_level_gather(region: torch.Tensor, node: AxisGroup, cluster: AxisGroup) -> None:
-    """One level after the other."""
+    """Gathers over one level after the other."""
     all_gather(region.chunk(node.size)[node.rank], cluster)
     all_gather(region, node)
 
@@ -120,14 +120,14 @@ def two_level_gather(region: torch.Tensor, node: AxisGroup, cluster: AxisGroup) 
 def two_level_reduce(
     region: torch.Tensor, out: torch.Tensor, node: AxisGroup, cluster: AxisGroup, *, workspace: torch.Tensor
 ) -> None:
-    """One level after the other."""
+    """Reduces over one level after the other."""
     part = region.chunk(node.size)[node.rank]
     reduce_scatter(region, part, node, workspace=workspace)
     reduce_scatter(part, out, cluster, workspace=workspace)
 
 
 FLAT_BYTES = 256 << 10
-"""Pieces that a flat ring of all ranks is pipelined in: what two levels are compared with."""
+"""Bytes of the pieces of a pipelined flat ring over all ranks, with which two levels are compared."""
 
 
 def flat_gather(region: torch.Tensor, group: AxisGroup) -> None:
@@ -171,7 +171,7 @@ def flat_reduce(region: torch.Tensor, out: torch.Tensor, partial: torch.Tensor, 
 
 
 def measure(calls: Calls, region: torch.Tensor, dtype: str, repeats: int) -> list[Result]:
-    """Times all candidates at one size, in turn; the same result on every rank."""
+    """Times all candidates at one size, in turns. Returns the same result on every rank."""
     walls = torch.zeros(len(calls), repeats + 1, dtype=torch.float64)
     cpus = torch.zeros_like(walls)
     for repeat in range(repeats + 1):

@@ -1,23 +1,24 @@
-"""DeepSpeed's engines as peers of `shaped.py`, where DeepSpeed is installed:
+"""DeepSpeed's engines as peers in `shaped.py`, if DeepSpeed is installed:
 
     pip install wheel && DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8
 
-(its set-up imports torch; nothing is compiled). Seen with 0.19.8 and torch 2.13 on gloo: ZeRO-1, 2 and 3, and hpZ (a
-second copy of the parameters inside the node), run in fp32 and bf16. What does not: ZeRO++'s quantised weights (qwZ)
-and gradients (qgZ), whose kernels have no CPU build ("This op had not been implemented on CPU backend"). MiCS was
-removed in 0.19. Stage 0 is left to DDP.
+(its set-up imports torch; nothing is compiled). Tested with 0.19.8 and torch 2.13 on gloo: ZeRO-1, 2 and 3, and hpZ (a
+second copy of the parameters inside the node) run in fp32 and bf16. ZeRO++'s quantised weights (qwZ) and gradients
+(qgZ) do not: their kernels have no CPU build ("This op had not been implemented on CPU backend"). MiCS was removed in
+0.19. Stage 0 is left to DDP.
 
-The engines live in the processes of the others, on the same default group. DeepSpeed replaces nothing in torch on
-import, but its engines leave things behind for the whole process: ZeRO-3 its own `torch.nn.functional.linear`, which is
-put there for its steps only, and hpZ its group, which every later ZeRO-3 would use, and which is taken away again. (Its
-autocast would change the buckets of later engines too; it is not used.)
+The engines live in the same processes as the other systems, on the same default group. DeepSpeed replaces nothing in
+torch on import, but its engines leave changes behind for the whole process. ZeRO-3 leaves its own
+`torch.nn.functional.linear`, which is installed here only during its steps. hpZ leaves its group, which every later
+ZeRO-3 would use, and which is removed again. (Its autocast would change the buckets of later engines as well; it is not
+used.)
 
-Settings: buckets of a block for stages 2 and 3, as FSDP2's units are, and of the whole model for stage 1, whose
-gradients are whole anyway. No `overlap_comm`: on the CPU it has no streams, its reductions block, and it would buy
-second buffers. Stage 3 gathers a block at once (leaf modules) and the next ahead; norms stay whole; "kept" is
-DeepSpeed's default, which keeps what is used again within 1e9 elements, so everything. Bucketed gradients are
-all-reduced, or with "to owners" reduced to the rank that keeps them. Without clipping stages 1 and 2 need no norm;
-stage 3 always takes it.
+Settings: buckets of one block for stages 2 and 3, like FSDP2's units, and of the whole model for stage 1, whose
+gradients are whole anyway. No `overlap_comm`: on the CPU it has no streams, its reductions block, and it would take
+second buffers. Stage 3 gathers a block at once (leaf modules), and the next block ahead; norms stay whole. "kept" is
+DeepSpeed's default, which keeps parameters that are used again within 1e9 elements, so all. Bucketed gradients are
+all-reduced, or with "to owners" reduced to the rank that keeps them. Without clipping, stages 1 and 2 need no norm;
+stage 3 always computes it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from benchmarks.peers import Step, make_model
 
 
 def installed() -> str:
-    """The version of DeepSpeed; empty where it is not installed."""
+    """The version of DeepSpeed; "" if it is not installed."""
     try:
         return version("deepspeed")
     except PackageNotFoundError:
@@ -46,7 +47,7 @@ def installed() -> str:
 
 
 def deepspeed_peers(sizes: tuple[int, int]) -> dict[str, Callable[..., Step]]:
-    """The systems by name; none where DeepSpeed is not installed."""
+    """Returns the systems by name; none if DeepSpeed is not installed."""
     if not installed():
         return {}
     _start()
@@ -63,12 +64,12 @@ def deepspeed_peers(sizes: tuple[int, int]) -> dict[str, Callable[..., Step]]:
 
 
 def deepspeed_bytes(name: str, whole: int, block: int, item: int, sizes: tuple[int, int]) -> int:
-    """Bytes a rank, as DeepSpeed allocates them: `item` bytes of a parameter, fp32 gradients, masters and moments.
+    """Bytes per rank as DeepSpeed allocates them: `item` bytes of a parameter, fp32 gradients, masters and moments.
 
-    In its favour: without what it flattens into on the way, and with norms counted as sharded.
+    This favours DeepSpeed: its temporary flat copies are left out, and norms count as sharded.
     """
     world, node = math.prod(sizes), sizes[1]
-    if "ZeRO-1" in name:  # with bf16 parameters gradients are accumulated in fp32 copies
+    if "ZeRO-1" in name:  # with bf16 parameters, gradients are accumulated in fp32 copies
         return (item + 4) * whole + 12 * whole // world
     if "ZeRO-2" in name:
         return item * whole + item * block + 16 * whole // world
@@ -87,13 +88,13 @@ def deepspeed_step(
     kept: bool = False,
     node: int = 1,
 ) -> Step:
-    """Train with DeepSpeed's engine.
+    """Makes a training step with DeepSpeed's engine.
 
     Args:
-        stage: of ZeRO: 1, 2 or 3.
-        owners: reduce gradients to the rank that keeps them instead of all-reducing the bucket; stages 1 and 2.
-        kept: gathered parameters stay between forward and backward; stage 3.
-        node: ranks that hold a second copy of the parameters (hpZ); 1 for none; stage 3.
+        stage: ZeRO stage: 1, 2 or 3.
+        owners: reduce gradients to the rank that keeps them, instead of all-reducing the bucket; for stages 1 and 2.
+        kept: gathered parameters stay between forward and backward; for stage 3.
+        node: number of ranks that hold a second copy of the parameters (hpZ), 1 for none; for stage 3.
     """
     import deepspeed
 
@@ -128,7 +129,7 @@ def deepspeed_step(
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     linear, functional.linear = functional.linear, held
     if node > 1:
-        deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # or the next ZeRO-3 has it too
+        deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # else the next ZeRO-3 would have it as well
 
     def step() -> None:
         functional.linear = linear
@@ -137,7 +138,7 @@ def deepspeed_step(
             engine.step()  # updates at the last micro-batch only
         functional.linear = held
 
-    step()  # stage 3 records the order of its modules in the first step, and gathers ahead from the second
+    step()  # stage 3 records the order of its modules in the first step, and gathers ahead from the second on
     return step
 
 
@@ -147,9 +148,9 @@ def _start() -> None:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # An all-reduce through shared memory that only its inference calls: every rank would compile it first.
+    # An all-reduce through shared memory that only its inference calls; every rank would compile it first.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")  # takes the group that is there
+    deepspeed.init_distributed("gloo")  # takes the existing group
 
 
 def _elements(module: torch.nn.Module) -> int:

@@ -1,13 +1,14 @@
-"""One process on a GPU beside plain PyTorch and FSDP2: step time, host time, and peak memory against the prediction.
+"""One process on a GPU, compared with plain PyTorch and FSDP2: step time, host time, and peak memory against the
+prediction.
 
     python -m benchmarks.device --out benchmarks/results/device.json
     python -m benchmarks.device --ranks 8 --strategies node=3 "node[4]=3,node[2]=1"   # as one rank of eight
     python -m benchmarks.device --device cpu --model tiny --tokens 32 --pairs 3        # that the script works
 
 Nothing is sent. With one rank, the figures are the cost of hooks, flat buffers and casts. With more, the process group
-is torch's fake one, whose collectives return at once: sharding, streams, copies and slots are those of a real rank, and
-the values are not. Both sides of a pair live in the same process and take turns, two steps each of which the second is
-timed, by events on the device's stream (by the clock on a CPU), in alternating order; the figure is the ratio of the
+is torch's fake one, whose collectives return at once: sharding, streams, copies and slots are those of a real rank, but
+the values are not. Both sides of a pair live in the same process and take turns, in alternating order. A turn is two
+steps; the second is timed, by events on the device's stream (on a CPU by the clock). The figure is the ratio of the
 medians. Goal: at most 1.01. Host time is the time until a step returns, with sequences so short that the device keeps
 up.
 
@@ -16,9 +17,9 @@ up.
     bf16+masters    param_dtype=bf16             autocast          MixedPrecisionPolicy(param_dtype=bf16)
     bf16            masters and gradients too    model.bfloat16()  model.bfloat16()
 
-Peaks are taken on a GPU only, in a process for each side, of what torch's allocator gave out beyond what was there
-before the model, with accumulation 2 and gradients that stay alive. Predicted are the model state, exactly, by
-`zm.memory_report`, and the peak with activations by the simulator. The file is written after every row.
+Peaks are only taken on a GPU, in a separate process for each side. They are the bytes that torch's allocator gave out
+beyond those before the model was made, with accumulation 2 and gradients that stay alive. `zm.memory_report` predicts
+the model state exactly, and the simulator the peak with activations. The file is written after every row.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from zeromesh.model.spec import Recomputation
 from zeromesh.planner.workload import Workload
 
 Step = Callable[[bool], None]
-"""Trains a step; given True, on `SHORT_TOKENS` of one sequence."""
+"""Runs a step; given True, with one sequence of `SHORT_TOKENS` tokens."""
 
 SHORT_TOKENS = 8
 
@@ -72,7 +73,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 
 class WithLoss(nn.Module):
-    """Token ids to their loss, whose tensors in fp32 are part of the peak."""
+    """A model from token ids to loss. The loss's fp32 tensors are part of the peak."""
 
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ def make_model(args: argparse.Namespace, setting: str) -> nn.Module:
 
 
 def make_step(side: str, setting: str, args: argparse.Namespace, *, keep_grads: bool = False) -> tuple[Step, Any, Any]:
-    """A training step, its model and its optimizer; `side` is a strategy, or one of `PEERS`."""
+    """Returns a training step, its model and its optimizer. `side` is a strategy, or one of `PEERS`."""
     model: Any = make_model(args, setting)
     context: Callable[[bool], Any] = lambda last: nullcontext()  # noqa: E731
     if side not in PEERS:
@@ -121,8 +122,8 @@ def make_step(side: str, setting: str, args: argparse.Namespace, *, keep_grads: 
 
 
 def timed(step: Step, device: str) -> float:
-    """Seconds of one step, on the device, after one of the same side: what that one left under way is paid in this one,
-    as what this one leaves is in the next."""
+    """Seconds of one step on the device, after another step of the same side. So it pays for work that the previous
+    step left, as the next one pays for its own."""
     if device == "cpu":
         return host_seconds(step, device, short=False)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -134,7 +135,7 @@ def timed(step: Step, device: str) -> float:
 
 
 def host_seconds(step: Step, device: str, *, short: bool = True) -> float:
-    """Seconds until a step has returned."""
+    """Seconds until a step returns."""
     if device != "cpu":
         torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -143,7 +144,7 @@ def host_seconds(step: Step, device: str, *, short: bool = True) -> float:
 
 
 def compare(strategy: str, peer: str, setting: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The ratios of interleaved pairs: of whole steps, and of the time until short ones have returned."""
+    """Returns the ratios over interleaved pairs: of whole steps, and of the time until short ones return."""
     steps = {"ours": make_step(strategy, setting, args)[0], "peer": make_step(peer, setting, args)[0]}
     for step in (*steps.values(), *steps.values()):
         step(False)
@@ -171,7 +172,7 @@ def compare(strategy: str, peer: str, setting: str, args: argparse.Namespace) ->
 
 
 def peak_row(side: str, setting: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Trains, and returns bytes. On a GPU in a process of its own."""
+    """Trains, and returns bytes; on a GPU in a separate process."""
     on_gpu = args.device != "cpu"
     before = 0
     if on_gpu:
@@ -188,9 +189,9 @@ def peak_row(side: str, setting: str, args: argparse.Namespace) -> dict[str, Any
     line: dict[str, Any] = {"side": side, "setting": setting}
     if on_gpu:
         line["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-        line["reserved_bytes"] = torch.cuda.max_memory_reserved()  # in pools of the allocator, one for each stream
+        line["reserved_bytes"] = torch.cuda.max_memory_reserved()  # in the allocator's pools, one for each stream
     if side not in PEERS:
-        totals = [each for each in zm.memory_report(model, optimizer) if each.kind == "total"]  # of device and host
+        totals = [each for each in zm.memory_report(model, optimizer) if each.kind == "total"]  # device and host
         line["state_predicted_bytes"] = sum(total.predicted_bytes for total in totals)
         line["state_allocated_bytes"] = sum(total.allocated_bytes for total in totals)
         line["peak_predicted_bytes"] = round(predicted_peak(side, setting, args))
@@ -217,7 +218,8 @@ def predicted_peak(strategy: str, setting: str, args: argparse.Namespace) -> flo
 
 
 def cluster_of(ranks: int) -> Cluster:
-    """Memory does not depend on rates. A preset is read by pydantic, which a bare GPU machine may lack."""
+    """Makes a cluster with any rates, since memory does not depend on them. Presets need pydantic, which a bare GPU
+    machine may lack."""
     card = Device(name="any", memory_bytes=140e9, peak_flops={"bf16": 1e15, "fp32": 1e14})
     node = Level(name="node", size=ranks, bandwidth_bytes_per_s=450e9, latency_s=1e-6)
     return Cluster(name="any", device=card, levels=(node,), host_memory_bytes=2e12)

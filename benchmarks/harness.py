@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: ranks on this machine, systems that take turns, result files.
+"""Shared parts of the benchmarks: ranks on this machine, systems that take turns, result files.
 
 They run from the checkout: `make bench-NAME`, or `python -m benchmarks.NAME`.
 """
@@ -25,14 +25,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """With the option that all have."""
+    """Makes a parser with the option that all benchmarks have."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("-o", "--out", type=Path, help="the result file")
     return made
 
 
 def save(out: Path | None, **found: Any) -> None:
-    """Prints what was found, and writes it with the setting where a file is asked for."""
+    """Prints the results. With a file, also writes them there, with the setting."""
     text = json.dumps({"setting": read_setting()} | found, indent=1, default=str)
     print(text, flush=True)
     if out:
@@ -40,7 +40,7 @@ def save(out: Path | None, **found: Any) -> None:
 
 
 def held(out: Path | None, kind: str) -> list[dict[str, Any]]:
-    """The rows of a result file so far."""
+    """Returns the rows that a result file has so far."""
     return json.loads(out.read_text())[kind] if out and out.exists() else []
 
 
@@ -51,11 +51,11 @@ def add(
     same: Sequence[str],
     about: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda rows: {},
 ) -> list[dict[str, Any]]:
-    """Adds a row to the result file, with the time and the load of its measurement; all rows.
+    """Adds a row to the result file, with the time and the load of its measurement. Returns all rows.
 
     Args:
         kind: the rows' key in the file.
-        same: names of values; the row replaces those that have the same.
+        same: names of values; the row replaces rows with the same values.
         about: further entries of the file.
     """
     here = read_setting()
@@ -67,13 +67,13 @@ def add(
 
 
 def on_ranks(task: str, mesh: Mapping[str, int], *, tree: str = "", **options: Any) -> Any:
-    """Runs a task on gloo ranks of this machine, one thread each.
+    """Runs a task on gloo ranks of this machine, with one thread each.
 
     Args:
-        task: "benchmarks.NAME:function", which gets `zeromesh.launch.ranks.Ranks` and the options; JSON holds these,
-            and the result, which is that of the first rank.
+        task: "benchmarks.NAME:function", which gets `zeromesh.launch.ranks.Ranks` and the options. Options and result
+            are JSON values; the result is the first rank's.
         mesh: sizes by axis, outermost first.
-        tree: of an emulated cluster, as for `make lab`, which needs root; "": on loopback.
+        tree: an emulated cluster, as for `make lab`, which needs root; "": loopback.
     """
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -84,7 +84,7 @@ def on_ranks(task: str, mesh: Mapping[str, int], *, tree: str = "", **options: A
 
 
 def in_lab(lab: Lab, module: str, *arguments: object, told: Callable[[str], None]) -> None:
-    """Runs a benchmark on all ranks of an emulated cluster; `told` gets the first one's lines."""
+    """Runs a benchmark on all ranks of an emulated cluster; `told` is called with the first rank's lines."""
     command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
     lab.run(
         command,
@@ -95,14 +95,14 @@ def in_lab(lab: Lab, module: str, *arguments: object, told: Callable[[str], None
 
 
 def itself(module: str, *arguments: object) -> Any:
-    """Runs a benchmark in another process and returns the JSON that it prints last."""
+    """Runs a benchmark in another process, and returns the JSON that it prints last."""
     command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def in_turns(systems: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """Seconds of each system, round by round; every other round takes them in reverse order."""
+    """Returns the seconds of each system, round by round. Every other round takes the systems in reverse order."""
     found: dict[str, list[float]] = {name: [] for name in systems}
     for index in range(rounds + warm_up):
         for name in [*systems][:: -1 if index % 2 else 1]:
@@ -113,7 +113,7 @@ def in_turns(systems: Mapping[str, Callable[[], float]], rounds: int, warm_up: i
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """Ours over theirs: the ratio of the medians, and the quartiles of the ratios of single rounds."""
+    """Returns ours over theirs: the ratio of the medians, and the quartiles of single rounds' ratios."""
     quartiles = statistics.quantiles([a / b for a, b in zip(ours, theirs, strict=True)], n=4)
     own, other = statistics.median(ours), statistics.median(theirs)
     return {

@@ -1,12 +1,12 @@
-"""A step on the host's memory, from gradients that lie there to compute copies: beside one kernel over one tensor.
+"""A step on the host's memory, from gradients there to compute copies, compared with one kernel on one tensor.
 
     python -m benchmarks.host_step
 
 One process, one thread, `host=1`, fp32 masters, bf16 compute. Ours: norm, clip, AdamW and the compute copies of 300
-tensors in 30 units. The other: `torch._fused_adamw_` over one flat tensor of that size, and one cast to bf16. Both take
-turns. Rows without clipping, and of the call of `step` alone, say where the rest goes. Each of our steps follows a
-backward that is not timed. Norms are found there, on the device, before gradients come down; `read` has a row that
-reads them on the host instead.
+tensors in 30 units. The other: `torch._fused_adamw_` on one flat tensor of that size, and one cast to bf16. They take
+turns. Further rows, without clipping and for the call of `step` only, show where the rest of the time goes. Each of our
+steps follows a backward that is not timed. There, norms are computed on the device before gradients come down; the row
+`read` reads gradients on the host instead.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def of_slices() -> dict[str, Callable[[], float]]:
     def whole(clips: bool, reads: bool = False) -> float:
         with_gradients()
         if reads:
-            settle(None)  # as somebody who looks
+            settle(None)  # as a reader of gradients does
         began = time.perf_counter()
         if clips:
             zm.clip_grad_norm_(model, CLIPPED)

@@ -1,12 +1,12 @@
-"""The overhead of Trainer, Accelerate and Fabric over our own loop, compared with that over plain PyTorch.
+"""The overhead of Trainer, Accelerate and Fabric over our own loop, compared with their overhead over plain PyTorch.
 
     make bench-integrations ARGS="-o benchmarks/results/integrations.json"     # about six minutes
 
-Two gloo ranks, a Llama of 3.7 M parameters in fp32, one batch of 4 x 64 tokens a rank,
-clipping, and torch's AdamW, not its fused one, which the Trainer would take by itself. Eight sides take turns, some
-steps each: a loop and three libraries, once in DistributedDataParallel and once sharded. A side's figure is the median
-of its steps. `adds` is a library's step over its loop's; `beyond` is how much more the sharded one adds than the plain
-one: the ratio of the two, of rounds in pairs, with quartiles.
+Two gloo ranks, a Llama of 3.7 M parameters in fp32, one batch of 4 x 64 tokens per rank, clipping, and torch's AdamW
+(not its fused one, which is the Trainer's default). Eight sides take turns, some steps each: a loop and three
+libraries, once in DistributedDataParallel and once sharded. A side's figure is the median of its steps. `adds` is a
+library's step over its loop's. `beyond` is how much more the sharded one adds than the plain one: the ratio of the two
+over paired rounds, with quartiles.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RANKS = 2
 BATCH, LENGTH = 4, 64
 LIBRARIES = ("trainer", "accelerate", "fabric")
 Side = Callable[[int], list[float]]
-"""Runs some steps and returns their seconds."""
+"""Runs some steps, and returns their seconds."""
 
 
 def build() -> Any:
@@ -59,7 +59,7 @@ def optimizer_of(model: Any) -> Any:
 
 
 def clocked(batches: Iterator[Any] | Any, step: Callable[[Any], None]) -> list[float]:
-    """Seconds between the beginnings of steps, so that getting a batch counts too."""
+    """Seconds between the starts of steps, so that getting a batch counts."""
     begun = []
     for batch in batches:
         begun.append(perf_counter())

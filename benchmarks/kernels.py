@@ -1,11 +1,11 @@
-"""Quantised messages: bytes a second of making, reading and adding them up, beside a copy of the same tensor.
+"""Rates of making, reading and summing quantised messages, compared with a copy of the same tensor.
 
     python -m benchmarks.kernels --out benchmarks/results/kernels.json
     python -m benchmarks.kernels --device cpu --mib 1 16
 
-On a GPU the Triton kernels, by events on the stream; on a CPU torch's operations, by the clock, on pieces that stay in
-its cache, as collectives use them. Bytes are what each must read and write at least once: a copy of n elements moves
-2 * n * width. Goal on a GPU: at least 85 % of the copy's rate.
+On a GPU it times the Triton kernels, by events on the stream. On a CPU it times torch's operations by the clock, on
+pieces that stay in cache, as collectives use them. Bytes are the least that an operation must read and write: a copy of
+n elements moves 2 * n * width. Goal on a GPU: at least 85 % of the copy's rate.
 
     quantise      tensor -> message
     dequantise    message -> tensor
@@ -36,12 +36,12 @@ from zeromesh.wires.target import Target
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RANKS = 4
-"""Whose messages are added up."""
+"""Number of ranks whose messages are summed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A tensor of values and the messages of all ranks, on one device; `target` takes what is read back or summed, and
+    """A tensor of values and the messages of all ranks, on one device. `target` receives read or summed values, and
     `message` a sum."""
 
     form: QuantFormat
@@ -67,7 +67,7 @@ class Case:
         return Target(out=self.target, scale=1 / RANKS, accumulate=False)
 
     def moved_bytes(self) -> dict[str, int]:
-        """By operation."""
+        """Bytes moved by each operation."""
         tensor, message = self.values.nbytes, self.messages[0].nbytes
         return {
             "copy": 2 * tensor,
@@ -78,7 +78,7 @@ class Case:
         }
 
     def on_gpu(self) -> dict[str, Callable[[], object]]:
-        """The function that runs each operation."""
+        """Returns the function that runs each operation."""
         from zeromesh.wires.blocks.kernels import TritonQuantiser
 
         quantiser, whole = TritonQuantiser(self.form, generator(self.form)), slice(0, self.values.numel())
@@ -91,12 +91,12 @@ class Case:
         }
 
     def on_cpu(self) -> dict[str, Callable[[], object]]:
-        """The same piece by piece."""
+        """Returns functions that do the same piece by piece."""
         memory = torch.zeros(self.form.memory_bytes(Messages.longest), dtype=torch.uint8)
         quantiser = Quantiser(self.form, Messages.longest, memory, generator(self.form))
 
         def by_piece(call: Callable[[slice, slice], object]) -> Callable[[], object]:
-            """`call` gets the elements of a piece and the bytes of its message, piece after piece."""
+            """Calls `call` for one piece after another, with the piece's elements and its message's bytes."""
 
             def run() -> None:
                 for part in parts(self.values.numel(), Messages.longest):
@@ -119,13 +119,13 @@ class Case:
 
 
 def generator(form: QuantFormat) -> torch.Generator | None:
-    """For rounding at random, which gradients without error feedback use."""
+    """Makes a generator for stochastic rounding, which gradients without error feedback use."""
     return torch.Generator().manual_seed(0) if form.stochastic else None
 
 
 def seconds(call: Callable[[], object], device: str, repeats: int) -> float:
-    """Median seconds of one call over `repeats`."""
-    for _ in range(2):  # compiled at the first
+    """Median seconds of one call over `repeats` calls."""
+    for _ in range(2):  # the first call compiles
         call()
     if device == "cpu":
         times = []
@@ -134,7 +134,7 @@ def seconds(call: Callable[[], object], device: str, repeats: int) -> float:
             call()
             times.append(time.perf_counter() - begin)
         return statistics.median(times)
-    # Some milliseconds in which the host runs ahead: else a launch would count as a part of its kernel.
+    # Some milliseconds in which the host gets ahead, so that a launch does not count as part of its kernel.
     torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]  # torch leaves it so
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]  # type: ignore[no-untyped-call]  # torch leaves it so
     for start, end in events:

@@ -1,17 +1,18 @@
-"""Loads a pretrained model on several ranks: memory beyond the shard, and time against reading its file.
+"""Loads a pretrained model on several ranks: memory beyond the shard, and time compared with reading the file.
 
     make bench-loading ARGS="-o benchmarks/results/loading.json"     # about two minutes, and 3 GB of disk
 
-A Llama in bf16 of a gigabyte (--layers for a smaller one) is written once. In each round every side is loaded once, in
-turn, by fresh buffers of the same ranks:
+A Llama in bf16 of one gigabyte (--layers for a smaller one) is written once. In each round every side loads it once, in
+turns, into new buffers of the same ranks:
 
 read      each rank reads a quarter of the file into host memory, all at once
 ours      zm.from_pretrained, then zm.shard: node=3,cluster=1 with bf16 computation and fp32 masters
 without   the same without reading: what it takes to allocate and to bring together
 first     the library's from_pretrained on the first rank, the meta device on the others, then zm.shard
 
-Files come from the page cache unless --cold says to drop them before, which is up to the kernel. `beyond` is the
-most that a rank has resident while it loads, above what it keeps; `kept` is what it has more than before.
+Files come from the page cache unless --cold drops them before, which the kernel may ignore. `beyond` is the most memory
+that a rank has resident while it loads, above the memory that it keeps. `kept` is how much more it has afterwards than
+before.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def first(directory: Path, mesh: Any) -> Any:
 
 
 def timed(load: Callable[[], Any], files: list[Path]) -> tuple[float, int, int]:
-    """Seconds until the last rank is done, and of the greediest rank, bytes beyond what it keeps, and those."""
+    """Returns seconds until the last rank is done, the most bytes that any rank took beyond those that it keeps, and
+    the most that any keeps."""
     gc.collect()
     for path in files if dist.get_rank() == 0 else ():
         descriptor = os.open(path, os.O_RDONLY)
@@ -115,7 +117,7 @@ def timed(load: Callable[[], Any], files: list[Path]) -> tuple[float, int, int]:
 
 
 def work(ranks: Ranks, *, model: str, rounds: int, cold: bool) -> dict[str, list[tuple[float, int, int]]]:
-    """A task of all ranks: by side, what `timed` has found in each round."""
+    """A task of all ranks. Returns, by side, the results of `timed` in each round."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -131,7 +133,7 @@ def work(ranks: Ranks, *, model: str, rounds: int, cold: bool) -> dict[str, list
     for _ in range(rounds + 1):
         for side, load in sides.items():
             found[side].append(timed(load, files))
-    return {side: rows[1:] for side, rows in found.items()}  # the first warms up
+    return {side: rows[1:] for side, rows in found.items()}  # the first round warms up
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
     make bench-losses ARGS="--out benchmarks/results/losses.json"
 
-Trains `examples/demo.toml` once for each strategy, on local processes. Losses do not depend on how busy the machine is;
-they do on the standard library's files, which the demo trains on, and a little on the processor.
+Trains `examples/demo.toml` once for each strategy, on local processes. Losses do not depend on how busy the machine is.
+They do depend on the standard library's files, on which the demo trains, and a little on the processor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STRATEGIES = ("node=3,cluster=3", "node=3,cluster=3@int8/int4", "node=3@int8/int
 
 
 def train(strategy: str, steps: int) -> dict[str, float]:
-    """The loss on the last step's batch, before it, and on held-out files after it."""
+    """Returns the loss on the last step's batch, before that step, and the loss on held-out files after it."""
     with tempfile.TemporaryDirectory() as directory:
         values = {"strategy": strategy, "run.steps": steps, "run.directory": directory, "eval.every": steps}
         options = [option for key, value in values.items() for option in ("--set", f"{key}={value}")]

@@ -1,9 +1,9 @@
-"""Peak memory of one process: zeromesh without sharding against plain PyTorch, gradients alive in both.
+"""Peak memory of one process: zeromesh without sharding against plain PyTorch, with gradients alive in both.
 
     make bench-memory ARGS="--out benchmarks/results/memory.json"
 
-Each side runs in a process of its own: accumulation 2, `zero_grad(set_to_none=False)`, fused AdamW. The figure is the
-process's peak resident set less what it held before the model was made.
+Each side runs in a separate process: accumulation 2, `zero_grad(set_to_none=False)`, fused AdamW. The figure is the
+process's peak resident set, less its size before the model was made.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from benchmarks.peers import MODELS, batches, make_model
 
 
 def peak(side: str, size: str, steps: int) -> int:
-    """Bytes."""
+    """Peak bytes of one side."""
     torch.set_num_threads(1)
-    zm.shard(torch.nn.Linear(2, 2), None, "node=3")  # its imports are not the model's memory
+    zm.shard(torch.nn.Linear(2, 2), None, "node=3")  # its imports are not part of the model's memory
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     model: Any = make_model(size)
     if side == "zeromesh":

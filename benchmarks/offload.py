@@ -1,15 +1,16 @@
-"""The cost of the host's memory to a step: ours with `host=`, FSDP2 with CPUOffloadPolicy, on devices on a wall clock.
+"""The cost of the host's memory to a step: ours with `host=`, FSDP2 with CPUOffloadPolicy, on devices with a wall
+clock.
 
     make bench-offload ARGS="--out benchmarks/results/offload.json"
 
-Needs root and a compiler, as `overlap.py`, whose model and steps these are. Four ranks of one machine share a host of
-50 GB/s; each copies 25 GB/s in each direction. Links take next to nothing. The rate of products is such that the host's
-step, which reads and writes 32 bytes a parameter, takes `ratio` times as long as the forward.
+Needs root and a compiler, like `overlap.py`, whose model and steps it uses. Four ranks of one machine share a host of
+50 GB/s; each copies 25 GB/s in each direction. Links take almost no time. The rate of products is chosen so that the
+host's step, which reads and writes 32 bytes per parameter, takes `ratio` times as long as the forward.
 
-Exposed is the time of a step less that of forward and backward without an optimizer. The formula's is the most, over
-units k, of the steps of the first k and the copy up of the k-th less the forwards before it: h_1 + ... + h_k + u_k -
-(f_1 + ... + f_(k-1)). FSDP2 steps on real memory of the host: its kernel is replaced by one that takes the same time as
-ours.
+Exposed is the time of a step less that of forward and backward without an optimizer. The formula's value is the maximum
+over units k of the steps of the first k plus the copy up of the k-th, less the forwards before it: h_1 + ... + h_k +
+u_k - (f_1 + ... + f_(k-1)). FSDP2 steps on real memory of the host: its kernel is replaced by one that takes the same
+time as ours.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from zeromesh.engine.api import engine_of
 RANKS = 4
 COPY_BYTES_PER_S, HOST_BYTES_PER_S = 25e9, 50e9
 STEP_BYTES = 32
-"""A parameter: its value, gradient and two moments, each read and written in fp32."""
+"""Per parameter: its value, gradient and two moments, each read and written in fp32."""
 
 HOST_S = STEP_BYTES * PARAMETERS / HOST_BYTES_PER_S
 UP_S = 4 * PARAMETERS / RANKS / COPY_BYTES_PER_S
@@ -74,7 +75,7 @@ def clock(ratio: float, dilation: float) -> simdev.Clock:
 
 
 def formula_s(ratio: float) -> float:
-    """Exposed seconds of a step whose units are alike."""
+    """Exposed seconds of a step with equal units."""
     host, up, forward = (seconds / LAYERS for seconds in (HOST_S, UP_S, HOST_S / ratio))
     return max(k * host + up - (k - 1) * forward for k in range(1, LAYERS + 1))
 
@@ -93,7 +94,7 @@ def fsdp2() -> tuple[nn.Module, Step]:
 
 
 def replace_adamw(rate: simdev.Clock) -> torch.library.Library:
-    """The fused kernel of the host by one that takes as long as the clock says; until the library is gone."""
+    """Replaces the host's fused kernel by one that takes as long as the clock says, while the library lives."""
 
     def step(params: list[Tensor], *_: Any, **__: Any) -> None:
         seconds = STEP_BYTES * sum(param.numel() for param in params) / rate.host_memory_bytes_per_s
@@ -105,7 +106,7 @@ def replace_adamw(rate: simdev.Clock) -> torch.library.Library:
 
 
 def measure(make: Callable[[], tuple[nn.Module, Step]], steps: int) -> dict[str, Any]:
-    """Medians of steps that follow one another, without the first two."""
+    """Returns the medians of consecutive steps, without the first two."""
     model, step = make()
     events = list[torch.Event]()
     for _ in range(2 + steps):
@@ -117,7 +118,7 @@ def measure(make: Callable[[], tuple[nn.Module, Step]], steps: int) -> dict[str,
 
 
 def judge(ratio: float, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Adds each row's exposed seconds, and holds them against the goals."""
+    """Adds each row's exposed seconds, and compares them with the goals."""
     plain, of_states, _, of_all, _, streamed, peer = rows
     bare = plain["phases"]["forward"] + plain["phases"]["backward"]
     wanted = formula_s(ratio)

@@ -3,16 +3,17 @@
     make bench-overlap ARGS="--out benchmarks/results/overlap.json"
     python -m benchmarks.overlap --cells "2x2 200mbit" --budget-s 1800 --out benchmarks/results/overlap.json
 
-Needs root and a compiler: each rank has a simulated device in its clocked mode (docs/simdev.md), behind shaped links of
-an emulated cluster (`lab`), one rank a leaf. Kernels take time and no processor; collectives are a ring of messages
-over gloo, for all systems alike. So two cores carry eight ranks, if time is slow enough: links and kernels are slower
-by one factor, `dilation`, and seconds are given in the device's. `busy` is the share of the cores that the ranks took.
+Needs root and a compiler. Each rank has a simulated device in its clocked mode (docs/simdev.md), behind shaped links of
+an emulated cluster (`lab`), with one rank per leaf. Kernels take time but no processor. Collectives are a ring of
+messages over gloo, for all systems alike. So two cores can carry eight ranks, if time is slow enough: links and kernels
+are slower by one factor, `dilation`, and seconds are the device's. `busy` is the share of the cores that the ranks
+used.
 
-The model is a stack of linear layers without bias, one a unit, in fp32. Kernels are few and long. The rate of products
-is such that a step computes `ratio` times as long as the outermost link needs for `node=3,cluster=1`. A row's bound is
-the longest of computation and of any link's bytes, as its counters have them, over its rate. Steps follow one another
-without a pause, and the median of all but the first counts. `phases` say where the computation's stream stood still:
-forwards, backwards and what comes after the last of them, over the time that their products take.
+The model is a stack of linear layers without bias, each one a unit, in fp32. Kernels are few and long. The rate of
+products is chosen so that a step computes `ratio` times as long as the outermost link needs for `node=3,cluster=1`. A
+row's bound is the maximum of its computation and of any link's counted bytes over its rate. Steps follow one another
+without a pause, and the median of all except the first counts. `phases` show where the computation's stream stood
+still: forwards, backwards and the rest after the last of them, over the time that their products take.
 """
 
 from __future__ import annotations
@@ -51,29 +52,30 @@ from zeromesh.launch.processes import schedule_as_batch
 
 LAYERS, WIDTH, TOKENS = 12, 896, 64
 PARAMETERS = LAYERS * WIDTH**2
-PRODUCTS_FLOPS = (6 * LAYERS - 2) * WIDTH**2 * TOKENS  # of a micro-batch: the first layer's input needs no gradient
+PRODUCTS_FLOPS = (6 * LAYERS - 2) * WIDTH**2 * TOKENS  # per micro-batch; the first layer's input needs no gradient
 SHARES = {"forward": 2 * LAYERS / (6 * LAYERS - 2), "backward": (4 * LAYERS - 2) / (6 * LAYERS - 2), "end": 0.0}
 """Shares of these FLOPs by phase."""
 
 BUCKET_MIB = 4
-"""DDP's buckets and our joined units: one layer, as 25 MiB are of a model of usual size."""
+"""DDP's buckets and our joined units hold one layer, as 25 MiB do in a model of usual size."""
 
 FLOPS_PER_BYTE = 80 * TOKENS / 8192
-"""An H100's in TF32, as kernels reach it, scaled to the few tokens: their products stand for those of 8,192."""
+"""An H100's in TF32, as kernels reach it, scaled to the few tokens: their products stand for those of 8,192 tokens."""
 
 FAST_BITS = 10e9
 PAYLOAD = 1448 / 1514
-"""Share of a link's rate, which holds for whole frames."""
+"""Payload's share of a link's rate, which counts whole frames."""
 
 AXES = {2: ("cluster", "node"), 3: ("cluster", "pod", "node")}
 OURS = {2: "3,1 3,2 3,3 1,1", 3: "3,1,1 3,3,1 3,3,2 3,3,3 1,1,1"}
 """Strategies by depth, innermost axis first."""
 
 SAME_MEMORY = 1.10
-"""Peaks of one layout of ours and of FSDP2 lie 7 % apart in a model of 12 layers: the layers that are held at once."""
+"""Peaks of one layout in ours and in FSDP2 differ by 7 % in a model of 12 layers, by the layers that are held at
+once."""
 
 LONG_S = 15.0
-"""A system whose first step takes longer, by the machine's clock, has one step timed."""
+"""If a system's first step takes longer, by the machine's clock, only one step is timed."""
 
 Step = Callable[[list[torch.Event]], None]
 
@@ -81,10 +83,10 @@ Step = Callable[[list[torch.Event]], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     shape: tuple[int, ...]  # of the mesh, outermost first
-    slow: str  # rate of the outermost links, as the lab spells it
+    slow: str  # rate of the outermost links, in the lab's spelling
     micro_batches: int
     ratio: float  # computation over communication
-    dilation: float  # seconds of the machine for one of the device
+    dilation: float  # the machine's seconds for one of the device's
 
     @property
     def name(self) -> str:
@@ -92,13 +94,13 @@ class Cell:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Payload of a link at each level, outermost first, in bytes a second of the device."""
+        """Payload rate of a link at each level, outermost first, in bytes per second of the device."""
         slow = {"200mbit": 200e6, "1gbit": 1e9}[self.slow]
         return tuple(bits / 8 * PAYLOAD for bits in (slow, *[FAST_BITS] * (len(self.shape) - 1)))
 
     @property
     def tree(self) -> str:
-        """For the lab, whose links are slower by the dilation."""
+        """The lab's tree, whose links are slower by the dilation."""
         bits = [rate * 8 / PAYLOAD / self.dilation for rate in self.rates]
         return ",".join(f"{size}@{round(rate / 1e3)}kbit" for size, rate in zip(self.shape, bits, strict=True))
 
@@ -114,7 +116,8 @@ class Cell:
 
 
 def all_cells(dilation: float) -> list[Cell]:
-    """48. Where links are five times faster time is five times slower: the machine has as long for as many bytes."""
+    """Returns all 48 cells. If links are five times faster, time is five times slower, so the machine has equal time
+    for equal bytes."""
     return [
         Cell(shape=shape, slow=slow, micro_batches=micro_batches, ratio=ratio, dilation=dilation * slower)
         for shape in ((2, 2), (2, 4), (2, 2, 2))
@@ -135,7 +138,7 @@ def mark(events: list[torch.Event]) -> None:
 
 
 def training_step(model: nn.Module, micro_batches: int, context: Callable[[bool], AbstractContextManager[Any]]) -> Step:
-    """Marks the end of each forward, each backward and the whole."""
+    """Makes a step that marks the end of each forward, each backward and the whole."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batch = torch.empty(TOKENS, WIDTH, device="simdev")
 
@@ -198,11 +201,11 @@ def systems(cell: Cell) -> dict[str, Callable[[], tuple[nn.Module, Step]]]:
 
 
 def measure(make: Callable[[], tuple[nn.Module, Step]], cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
-    """One system's row but for what links carried, which is counted between the two calls of `at_rest`."""
+    """Returns one system's row without the links' bytes. These are counted between the two calls of `at_rest`."""
     before = simdev.memory_stats().allocated_bytes
     model, step = make()
     began = time.perf_counter()
-    step([])  # optimizer's states, DDP's buckets
+    step([])  # makes the optimizer's states and DDP's buckets
     at_rest(model, args.gate)
     longest = torch.tensor(time.perf_counter() - began)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
@@ -224,7 +227,7 @@ def measure(make: Callable[[], tuple[nn.Module, Step]], cell: Cell, args: argpar
 
 
 def medians(events: list[torch.Event], micro_batches: int, first: int) -> dict[str, Any]:
-    """Seconds of the steps that follow one another and of their phases, without so many first steps."""
+    """Medians of consecutive steps' seconds and of their phases, without the first `first` steps."""
     spans = [one.elapsed_time(other) / 1e3 for one, other in itertools.pairwise(events)]
     size = 2 * micro_batches + 1
     steps = [spans[at : at + size] for at in range(first * size - 1, len(spans), size)]
@@ -238,7 +241,7 @@ def medians(events: list[torch.Event], micro_batches: int, first: int) -> dict[s
 
 
 def at_rest(model: nn.Module, gate: Path) -> None:
-    """Nothing is under way on any rank, and the links' counters have been read."""
+    """Waits until nothing runs on any rank, and the links' counters have been read."""
     if not isinstance(model, DistributedDataParallel | torch.distributed.fsdp.FSDPModule):
         engine_of(model).at_rest()
     torch.accelerator.synchronize()
@@ -256,7 +259,7 @@ def rank_program(
     systems: Mapping[str, Callable[[], tuple[nn.Module, Step]]],
     measured: Callable[[Callable[[], tuple[nn.Module, Step]]], dict[str, Any]],
 ) -> None:
-    """Prints a row for each system."""
+    """Measures each system and prints a row for it."""
     torch.set_num_threads(1)
     schedule_as_batch()
     simdev.start(clock=clock)
@@ -271,7 +274,7 @@ def rank_program(
 
 
 def run(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
-    """A cell, in processes of its own, as a device's clock is a process's."""
+    """Runs a cell in separate processes, since a process has only one device clock."""
     rows, counted = list[dict[str, Any]](), list[Any]()
     with tempfile.TemporaryDirectory() as directory, Lab(cell.tree) as lab:
         gate = Path(directory) / "read"
@@ -297,7 +300,7 @@ def run(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bounds(cell: Cell, sent: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Seconds of a step that each level's busiest link needs."""
+    """Seconds that each level's busiest link needs per step."""
     links = {}
     for depth, (name, rate) in enumerate(zip(AXES[len(cell.shape)], cell.rates, strict=True)):
         here = [link for path, link in sent.items() if path.count(".") == depth]
@@ -306,7 +309,7 @@ def bounds(cell: Cell, sent: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def order_s(cell: dict[str, Any], row: dict[str, Any]) -> float:
-    """The bound of a step in which the outermost link is used once: see `judge`."""
+    """The bound of a step that uses the outermost link once: see `judge`."""
     bound_s: float = row["bound_s"]
     if row["system"][-1] not in "01":
         return bound_s
@@ -320,7 +323,7 @@ def is_ours(row: dict[str, Any]) -> bool:
 
 
 def judge(cell: dict[str, Any]) -> dict[str, Any]:
-    """A cell's step times as ratios.
+    """Compares a cell's step times.
 
     Returns:
         The fastest of ours (`best`), its step over its bound, and seconds for which its products stood still by phase;
@@ -353,7 +356,7 @@ def judge(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The goals, over all cells that have been measured."""
+    """The goals' figures, over all cells that have been measured."""
     judged = list(filter(None, map(judge, cells)))
     gains = [found["fsdp2"] for found in judged if found["fsdp2"]]
     return {
@@ -366,8 +369,8 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(cells: Sequence[dict[str, Any]]) -> str:
-    """Markdown, a line a cell, of what `judge` finds. The last column has the peer that is nearest to ours at no more
-    memory."""
+    """Returns a Markdown table of the results of `judge`, with one line per cell. The last column has the peer that is
+    nearest to ours with no more memory."""
     lines = [
         "| cell | fastest of ours | over bound | over order's | still in forward, backward | FSDP2 | least peer |",
         "|---|---|---|---|---|---|---|",

@@ -1,10 +1,10 @@
-"""Optimizers that own whole tensors against AdamW on slices, and against gathering every matrix everywhere.
+"""Optimizers that own whole tensors, against AdamW on slices, and against gathering every matrix everywhere.
 
     make bench-owners ARGS="--out benchmarks/results/owners.json"
 
-Needs root: clusters are emulated (`lab`); a tree without rates is loopback. All systems of a cell live in the
-same processes and take turns, two steps each of which the second is timed, in an order that changes from round to
-round; figures are medians, ratios the medians of those of single rounds. One thread per rank, fp32, one micro-batch
+Needs root: clusters are emulated (`lab`); a tree without rates is loopback. All systems of a cell live in the same
+processes and take turns, in an order that changes from round to round. A turn is two steps, of which the second is
+timed. Figures are medians, and ratios the medians of single rounds' ratios. One thread per rank, fp32, one micro-batch
 of 2 x 64 tokens, strategy node=3,cluster=1.
 
     AdamW on slices          what the others are held against
@@ -13,7 +13,7 @@ of 2 x 64 tokens, strategy node=3,cluster=1.
     ... less Newton-Schulz   the same with no iterations: what the step takes beside them, bytes and all
     Muon, gathered           FSDP2 over all ranks: momenta on slices, each update gathered on every rank, which iterates
 
-The optimizer's part is `step` between two barriers, until masters are there.
+The optimizer's part is `step` between two barriers, until masters have been updated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from zeromesh.launch.ranks import Ranks
 from zeromesh.schedule.step import sent_bytes_per_axis
 
 CELLS = ("7M 2,2 5", "7M 2@200mbit,2 3", "7M 2@1gbit,4 3", "30M 2,2 3", "30M 2@1gbit,2 3")
-"""Model, tree and rounds of each."""
+"""Model, tree and number of rounds of each cell."""
 
 SLICES, OWNERS, MUON, REST, GATHERED = (
     "AdamW on slices",
@@ -56,7 +56,7 @@ LR = 1e-4
 
 @dataclass(slots=True, kw_only=True)
 class System:
-    """A model that is trained, and what its steps have taken."""
+    """A model in training, and the durations of its steps."""
 
     model: nn.Module
     optimizers: list[Any]
@@ -65,7 +65,7 @@ class System:
     part_s: list[float] = field(default_factory=list)
 
     def step(self) -> float:
-        """Returns what the optimizers took."""
+        """Runs a step. Returns the seconds of the optimizers."""
         self.model(input_ids=self.data, labels=self.data, use_cache=False).loss.backward()
         dist.barrier()
         start = time.perf_counter()
@@ -90,7 +90,7 @@ class System:
         return part
 
     def sent(self) -> dict[str, int]:
-        """Bytes a rank on each axis in a step; of FSDP2 none are known."""
+        """Bytes that a rank sends on each axis in a step; empty for FSDP2."""
         if isinstance(self.model, torch.distributed.fsdp.FSDPModule):
             return {}
         own = sent_bytes_per_axis(engine_of(self.model).schedule, micro_batches=1)
@@ -100,7 +100,7 @@ class System:
 
 
 def divided(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """Matrices of blocks, and the rest."""
+    """Returns the matrices of blocks, and the other parameters."""
     matrices = [p for name, p in model.named_parameters() if "layers" in name and p.ndim == 2]
     own = {id(p) for p in matrices}
     return matrices, [p for p in model.parameters() if id(p) not in own]
@@ -126,7 +126,7 @@ def muon_by_owners(model: nn.Module, **options: Any) -> list[Any]:
 
 
 class GatheredMuon(torch.optim.Optimizer):
-    """Momenta on slices; every rank has every update whole."""
+    """Muon with momenta on slices, in which every rank gathers every update."""
 
     def __init__(self, params: list[Any]) -> None:
         super().__init__(params, {})
@@ -163,7 +163,7 @@ def run(ranks: Ranks, *, model: str, rounds: int) -> dict[str, Any]:
         GATHERED: gathered(model, mesh, data),
     }
     for system in systems.values():
-        system.step()  # the first brings masters to their owners
+        system.step()  # the first step brings masters to their owners
     in_turns({name: system.timed for name, system in systems.items()}, rounds, warm_up=0)
     rows = {
         name: {
@@ -177,7 +177,7 @@ def run(ranks: Ranks, *, model: str, rounds: int) -> dict[str, Any]:
 
 
 def ratios(systems: dict[str, System]) -> dict[str, float]:
-    """The ratios that the goals name."""
+    """Returns the ratios that have goals."""
 
     def ratio(one: list[float], other: list[float]) -> float:
         return round(statistics.median(a / b for a, b in zip(one, other, strict=True)), 3)

@@ -2,10 +2,10 @@
 
     make bench-peers ARGS="--pairs 30 --out benchmarks/results/peers.json"
 
-Both sides of a pair live in the same processes and take turns, two steps each of which the second is timed, in
-alternating order; the figure is the ratio of the medians, with the quartiles of the ratios of single pairs. Wire
-dtypes are the same on both sides: parameters and gradients in the compute dtype. One thread per rank. The pairs called
-floor have plain PyTorch in our place, every rank for itself and nothing sent: no system gets below their ratio.
+Both sides of a pair live in the same processes and take turns, in alternating order. A turn is two steps, of which the
+second is timed. The figure is the ratio of the medians, with the quartiles of single pairs' ratios. Wire dtypes are the
+same on both sides: parameters and gradients in the compute dtype. One thread per rank. In the pairs called floor, plain
+PyTorch takes our place: every rank by itself, nothing sent. No system can be below their ratio.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BLOCK = {
 
 
 def make_model(size: str, tp: Any = None) -> nn.Module:
-    """The same on every rank, divided over the mesh `tp` if one is given."""
+    """Makes the same model on every rank, divided over the mesh `tp` if there is one."""
     torch.manual_seed(0)
     config = LlamaConfig(**MODELS[size], vocab_size=512, max_position_embeddings=512, tie_word_embeddings=False)
     model = LlamaForCausalLM(config)
@@ -70,14 +70,14 @@ def make_model(size: str, tp: Any = None) -> nn.Module:
 
 
 def batches(micro_batches: int, sequences: int, tokens: int, tp: int = 1) -> list[torch.Tensor]:
-    """This rank's batches; the ranks of one tensor-parallel group have the same."""
+    """Returns this rank's batches. The ranks of one tensor-parallel group have equal batches."""
     generator = torch.Generator().manual_seed(dist.get_rank() // tp if dist.is_initialized() else 0)
     return [torch.randint(0, 512, (sequences, tokens), generator=generator) for _ in range(micro_batches)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A training step; `context` is around each micro-batch, and is told whether it is the last."""
+    """A training step. `context` surrounds each micro-batch; its argument says whether it is the last."""
 
     model: nn.Module
     optimizer: Any
@@ -99,7 +99,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 def zeromesh_step(
     size: str, dtype: torch.dtype, data: list[torch.Tensor], strategy: str, mesh: Any, tp: Any = None, **options: Any
 ) -> Training:
-    """Ours; `options` are more of `zm.shard`."""
+    """Makes our step; `options` are further options of `zm.shard`."""
     param_dtype = None if dtype is torch.float32 else dtype
     model = zm.shard(make_model(size, tp), mesh, strategy, param_dtype=param_dtype, **options)
     context = lambda last: zm.accumulate(model, last=last)  # noqa: E731
@@ -107,13 +107,14 @@ def zeromesh_step(
 
 
 def plain_step(size: str, dtype: torch.dtype, data: list[torch.Tensor], *, owners: int = 1) -> Step:
-    """Plain PyTorch; with several owners the optimizer has one parameter of so many, as a sharded one would."""
+    """Makes a step of plain PyTorch. With several owners, the optimizer gets one in `owners` parameters, as a sharded
+    one would."""
     model = make_model(size).to(dtype)
     return Training(model=model, optimizer=adamw(list(model.parameters())[::owners]), data=data)
 
 
 def fsdp(model: Any, mesh: Any, dtype: torch.dtype = torch.float32, reshard: bool | int = True) -> Any:
-    """The model in FSDP2, a unit for each block."""
+    """Wraps the model in FSDP2, with a unit for each block."""
     policy = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype)
     for module in (*model.model.layers, model.model.embed_tokens, model.lm_head):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -131,13 +132,13 @@ def fsdp_step(
     reduce_last: bool = False,
     tp: Any = None,
 ) -> Step:
-    """FSDP2.
+    """Makes a step of FSDP2.
 
     Args:
-        our_reduce: with our reduce-scatter for gloo, whose own moves the bytes of an all-reduce.
-        reshard: of blocks after their forward; a number: to shards over as many ranks.
+        our_reduce: use our reduce-scatter for gloo; gloo's own moves the bytes of an all-reduce.
+        reshard: whether blocks reshard after their forward; a number: to shards over that many ranks.
         reduce_last: gradients stay whole between micro-batches.
-        tp: mesh of the tensor parallelism inside.
+        tp: mesh of tensor parallelism inside.
     """
     model = fsdp(make_model(size, tp), mesh, dtype, reshard)
     if our_reduce:
@@ -147,7 +148,7 @@ def fsdp_step(
                 module.set_custom_reduce_scatter(reduce)
 
     def context(last: bool) -> Any:
-        # The same layout: gradients are reduced over the shard axis every micro-batch, between groups at the last.
+        # The same layout: gradients are reduced over the shard axis every micro-batch, between groups in the last one.
         if mesh.ndim == 2:
             model.set_requires_all_reduce(last)
         if reduce_last:
@@ -159,7 +160,7 @@ def fsdp_step(
 
 
 class OurReduceScatter(torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter):
-    """zeromesh's reduce-scatter for gloo, over the axis of `mesh` that FSDP2 shards over: the last one."""
+    """zeromesh's reduce-scatter for gloo, over the last axis of `mesh`, over which FSDP2 shards."""
 
     def __init__(self, mesh: Any) -> None:
         axes = [(name, size) for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True)][::-1]
@@ -187,7 +188,7 @@ def ddp_step(
 
 
 def systems(world: int) -> dict[str, tuple[Callable[..., Step], Callable[..., Step]]]:
-    """(ours, peer) by name; each takes (size, dtype, data)."""
+    """Returns (ours, peer) by name; each takes (size, dtype, data)."""
     if world == 1:
         return {"plain": (partial(zeromesh_step, strategy="node=3", mesh=None), plain_step)}
     flat = init_device_mesh("cpu", (world,), mesh_dim_names=("node",))
@@ -221,10 +222,10 @@ def timed(step: Step) -> float:
 
 
 def compare(ours: Step, peer: Step, count: int) -> dict[str, Any]:
-    """Over `count` pairs that take turns."""
+    """Compares two steps over `count` pairs, in turns."""
 
     def second(step: Step) -> float:
-        step()  # what a step leaves under way, as our refreshes under the next forward, must not fall to the other side
+        step()  # work that a step leaves, such as refreshes, must not burden the other side
         return timed(step)
 
     times = in_turns({"ours": lambda: second(ours), "peer": lambda: second(peer)}, count)

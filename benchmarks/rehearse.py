@@ -1,4 +1,4 @@
-"""The price of `zeromesh rehearse`, and the host's time of the engine beside FSDP2's.
+"""The cost of `zeromesh rehearse`, and the engine's host time compared with FSDP2's.
 
     make bench-rehearse ARGS="--out benchmarks/results/rehearse.json"     # --only price|host
 
@@ -31,7 +31,7 @@ LAYERS, WIDTH = 24, 1024
 
 
 def price() -> dict[str, Any]:
-    """The cost of one rehearsal of the large model."""
+    """Measures the cost of one rehearsal of the large model."""
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     found = rehearse(LARGE, "--world", "1024")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -53,12 +53,12 @@ def rehearse(config: Path, *options: str) -> dict[str, Any]:
 
 
 def host(rounds: int) -> dict[str, Any]:
-    """Each world in a process of its own."""
+    """Measures each world in a separate process."""
     return {str(world): itself("rehearse", "--only", "host", "--world", world, "--rounds", rounds) for world in WORLDS}
 
 
 def host_of(world: int, rounds: int) -> dict[str, Any]:
-    """Microseconds of the host for a block, beyond those of the same block that nobody shards."""
+    """Microseconds of the host per block, beyond those of the same block without sharding."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -105,7 +105,7 @@ def host_of(world: int, rounds: int) -> dict[str, Any]:
         model(x).sum().backward()
         return time.process_time() - began
 
-    # The first ones learn the order, and allocate.
+    # The first rounds learn the order, and allocate.
     seconds = in_turns({name: partial(timed, model) for name, model in models.items()}, rounds, warm_up=3)
     dist.destroy_process_group()
     found = {name: statistics.median(values) / LAYERS * 1e6 for name, values in seconds.items()}

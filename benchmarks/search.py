@@ -1,11 +1,12 @@
-"""Times the planner and the simulator: a search on three levels, the whole space proven, one step, the command line.
+"""Times the planner and the simulator: a search on three levels, a proof over the whole space, one step, the command
+line.
 
     make bench-search ARGS="--out benchmarks/results/search.json"
     make bench-search ARGS=--skip-whole
 
-For each case: CPU and wall seconds (the best of `--repeats`), candidates, simulations, and the gap to the optimum. CPU
-seconds are what a quiet machine would take: the planner has one thread. "whole" is every split of every level, searched
-until the optimum is proven.
+For each case it prints CPU and wall seconds (the best of `--repeats`), candidates, simulations, and the gap to the
+optimum. CPU seconds are the time on a quiet machine, since the planner has one thread. "whole" is every split of every
+level, searched until the optimum is proven.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from zeromesh.simulator.workload import FixedWorkload
 SEQ_LEN = 4096
 
 Row = dict[str, Any]
-"""A case: the best of the repeats, in seconds, and what was found."""
+"""A case: the best of the repeats, in seconds, and the findings."""
 
 
 def three_levels(*sizes: int) -> Cluster:
-    """The A800 nodes of arXiv 2311.00257 with racks between nodes and cluster."""
+    """The A800 nodes of arXiv 2311.00257, with racks between nodes and cluster."""
     node, outer = find_cluster("a800-8x-hdr").levels
     names = ("node", "rack", "cluster")
     levels = [replace(node, size=sizes[0])]
@@ -46,7 +47,7 @@ def three_levels(*sizes: int) -> Cluster:
 
 
 def timed(case: str, repeats: int, work: Callable[[], Found | None]) -> Row:
-    """CPU seconds are this process's and those of the processes that it has waited for."""
+    """CPU seconds are those of this process, and of processes that it has waited for."""
     runs: list[Row] = []
     for _ in range(repeats):
         cpu, wall = _cpu_s(), time.perf_counter()
@@ -72,13 +73,13 @@ def searched(model: ModelSpec, cluster: Cluster, options: Options) -> Found:
 
 
 def planned(model: ModelSpec, cluster: Cluster, sequences: int = 1) -> Found:
-    """`sequences`: of each device in a step."""
+    """`sequences` is the number per device and step."""
     tokens = SEQ_LEN * cluster.world * sequences
     return plan(model, cluster, Workload(seq_len=SEQ_LEN, global_batch_tokens=tokens)).found
 
 
 def stepped(model: ModelSpec, cluster: Cluster) -> None:
-    """One step, event by event."""
+    """Simulates one step, event by event."""
     workload = FixedWorkload(seq_len=SEQ_LEN, global_batch_tokens=SEQ_LEN * cluster.world)
     simulate(model, cluster, "node=3,rack=1", workload, record=True)
 

@@ -2,23 +2,23 @@
 
     make bench-shaped ARGS="--tree 2@200mbit,2 --micro-batches 1 4 --out benchmarks/results/shaped.json"
 
-Needs root: the cluster is emulated (`lab`). All systems live in the same processes and take turns, a step each
-in every round, in an order that changes from round to round; the figure is the median. Ours are made anew for each
-round. Of each system a round times the second of two steps in a row, which pays for the refresh that the first one left
-under way; what the second one leaves ends before the next system begins. Memory is counted in bytes a rank: parameters,
-gradients, optimizer's states, gathered and kept copies. Ours as allocated, staging of other wire dtypes included; the
-peers' by formula, in their favour: two gathered blocks and the gradients of one where they shard (`peer_bytes`). What
-collectives work in is left out on both sides: ours, 8 MiB a lane on CPU whatever the model (a quarter of what FSDP2
-takes of a 7M model, nothing beside a large one), and what gloo allocates by itself. One thread per rank.
+Needs root: the cluster is emulated (`lab`). All systems live in the same processes and take turns in every round, in an
+order that changes from round to round; the figure is the median. Ours are made anew for each round. A round times the
+second of two consecutive steps, which pays for the refresh that the first one left. The work that the second one leaves
+ends before the next system begins. Memory is bytes per rank: parameters, gradients, optimizer states, gathered and kept
+copies. Ours is as allocated, including staging for other wire dtypes. The peers' is by formula, in their favour: two
+gathered blocks and the gradients of one if they shard (`peer_bytes`). Workspaces of collectives are left out on both
+sides: ours, 8 MiB per lane on CPU for any model (a quarter of FSDP2's memory for a 7M model, negligible for a large
+one), and gloo's own. One thread per rank.
 
-Of a few systems (`--only`) many rounds can be taken: `shaped_table.py` holds them against each other in pairs.
+With few systems (`--only`) many rounds are possible: `shaped_table.py` compares them in pairs.
 
-FSDP2 takes part as it ships and with our reduce-scatter handed to it: gloo's own moves the bytes of an all-reduce.
+FSDP2 takes part as shipped, and with our reduce-scatter: gloo's own moves the bytes of an all-reduce.
 
-Ours and one of the DDPs join units, or fill buckets, up to 8 MiB: behind slow links that hides more than the 25 MiB
-that both ship with.
+Ours and one DDP join units, or fill buckets, up to 8 MiB: behind slow links that hides more than the default of 25 MiB
+in both.
 
-DeepSpeed takes part where it is installed; `deepspeed_peers.py` says how, in which settings, and what has no CPU build.
+DeepSpeed takes part if it is installed. `deepspeed_peers.py` describes its settings, and the parts without a CPU build.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ OURS = {
 """Lossless strategies by depth, innermost axis first."""
 
 QUANTISED = {2: "2,2 3,3", 3: "2,2,2 3,3,3"}
-"""Strategies that also run with int8 parameters and int4 gradients on the outermost axis, compared with themselves."""
+"""Strategies that also run with int8 parameters and int4 gradients on the outermost axis, to be compared with
+themselves."""
 
 OVERLAPPED = {2: "0,0 1,1 2,2 3,3", 3: "0,0,0 1,1,1 2,2,1 3,3,1"}
-"""Strategies that also run with levels at work at once: those that otherwise use several levels in turn."""
+"""Strategies that also run with two levels at work at once: those that otherwise use several levels in turn."""
 
 AS_DDP = {2: "0,0 1,0 1,1 2,2 3,0 3,1", 3: "0,0,0 1,1,1 2,2,2 3,1,1 3,3,0 3,3,1"}
-"""Strategies that also run in bf16 without fp32 masters, to compare with DDP and ZeroRedundancyOptimizer."""
+"""Strategies that also run in bf16 without fp32 masters, for comparison with DDP and ZeroRedundancyOptimizer."""
 
 BUCKET_BYTES = 8 << 20
 
@@ -75,7 +76,7 @@ Maker = Callable[..., Step]
 
 
 def ours(depth: int, dtype: torch.dtype) -> list[str]:
-    """Every system of ours: a strategy, and whether its masters are bf16."""
+    """Returns our systems: strategies, some of which have bf16 masters."""
 
     def spelt(stages: str, ending: str = "") -> str:
         return ",".join(f"{name}={stage}" for name, stage in zip(NAMES, stages.split(","), strict=False)) + ending
@@ -111,7 +112,7 @@ def peers(sizes: tuple[int, int]) -> dict[str, Maker]:
 
 
 def peer_bytes(name: str, size: str, item: int, sizes: tuple[int, int]) -> int:
-    """Bytes a rank of a peer: fp32 masters, gradients and two moments; `item` bytes of a gathered element."""
+    """Bytes per rank of a peer: fp32 masters, gradients and two moments; `item` bytes per gathered element."""
     model: Any = make_model(size)
     world, node = math.prod(sizes), sizes[1]
     whole = sum(p.numel() for p in model.parameters())
@@ -137,7 +138,7 @@ def our_step(size: str, dtype: torch.dtype, data: list[torch.Tensor], *, system:
 
 
 def counted(step: Training) -> tuple[int, dict[str, int]]:
-    """Bytes a rank after a step of ours, and bytes that a rank sends on each axis in a step."""
+    """Returns the bytes that a rank holds after one of our steps, and those that it sends on each axis in a step."""
     step()
     schedule = engine_of(step.model).schedule
     lines = zm.memory_report(step.model, step.optimizer)
@@ -159,10 +160,10 @@ def run(
     skip: str,
     only: str,
 ) -> list[dict[str, Any]]:
-    """A task of all ranks: a row for each system.
+    """A task of all ranks. Returns a row for each system.
 
-    Ours are made anew for each round: each model has communicators, whose threads would disturb the others, and the
-    next model uses those of the last. The peers are made once: they share the groups of their mesh.
+    Ours are made anew for each round. Each model has communicators, whose threads would disturb others, and the next
+    model takes over those of the last. The peers are made once: they share the groups of their mesh.
     """
     torch.set_num_threads(1)
     mesh, kind, data = ranks.mesh, getattr(torch, dtype), batches(micro_batches, 2, tokens)
@@ -174,10 +175,10 @@ def run(
         memory, sent = counted(make())
         rows.append({"system": system, "bytes": memory, "sent_bytes": sent})
     for system, maker in peers(sizes).items() if known else ():
-        whole = "whole" in system and micro_batches == 1  # with one micro-batch gradients are whole nowhere
+        whole = "whole" in system and micro_batches == 1  # with one micro-batch, no system has whole gradients
         if re.search(only, system) and not re.search(skip or "^$", system) and not whole:
             step = maker(model, kind, data)
-            step()  # DDP makes its buckets anew after the first
+            step()  # DDP makes its buckets anew after the first step
             makers[system] = lambda step=step: step
             rows.append({"system": system, "bytes": peer_bytes(system, model, kind.itemsize, sizes)})
     mine = {row["system"] for row in rows if "sent_bytes" in row}
@@ -190,7 +191,7 @@ def run(
 
 
 def _second(make: Callable[[], Any], ours: bool) -> float:
-    """Seconds of the second of two steps, which pays for what the first has left under way."""
+    """Seconds of the second of two steps, which pays for work that the first one left."""
     step = make()
     step()
     seconds = timed(step)
@@ -201,10 +202,10 @@ def _second(make: Callable[[], Any], ours: bool) -> float:
 
 
 def compare(rows: Sequence[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
-    """For each cap, the fastest of ours and of the peers that fit under it.
+    """For each cap, finds the fastest of ours and of the peers that fit.
 
-    In bf16 some of the peers have no fp32 masters: held against those, ours may have none either. Of both comparisons
-    the worse one counts.
+    In bf16 some peers have no fp32 masters. Compared with those, ours may have none either. The worse of both
+    comparisons counts.
     """
     unit = next((row["bytes"] for row in rows if row["system"] == "FSDP2"), 0)
     lossless = [row for row in rows if is_lossless(row)]

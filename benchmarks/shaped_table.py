@@ -1,9 +1,9 @@
-"""Tables of the measurements of `shaped.py`.
+"""Tables of the measurements by `shaped.py`.
 
     python -m benchmarks.shaped_table benchmarks/results/shaped.json > benchmarks/results/shaped.md
 
-The lower bound of a lossless step is the longer of two times: the same strategy's step where no link is shaped (its
-computation, and the processor time of moving the same bytes), and the bytes of the busiest link over its rate.
+The lower bound of a lossless step is the longer of two times. One is the same strategy's step without shaped links: its
+computation, and the processor time for moving the same bytes. The other is the bytes of the busiest link over its rate.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ Row = dict[str, Any]
 NAMES = ("node", "cluster", "region")
 CAPS = (1.3, 1.6, 1.9)
 CURVE = (1.0, 1.3, 1.6, 1.9, 2.5, 4.0)
-"""Caps on memory, in times of FSDP2's."""
+"""Caps on memory, as multiples of FSDP2's."""
 
 MIN_PAIRS = 8
-"""Rounds from which on a cell is shown in pairs: it has a few systems, many times, where others have all of them."""
+"""From this number of rounds on, a cell is shown in pairs: it has few systems, many times, while others have all
+systems."""
 
 OURS_REDUCES = " + our reduce-scatter"
 NO_MASTERS = ", bf16 masters"
 
 
 def shape_of(tree: str) -> tuple[int, ...]:
-    """Sizes of the mesh's axes, outermost first."""
+    """Returns the sizes of the mesh's axes, outermost first."""
     parsed = Tree.parse(tree)
     return (*(level.size for level in parsed.levels), *([parsed.ranks_per_leaf] * (parsed.ranks_per_leaf > 1)))
 
 
 def mesh_of(tree: str) -> dict[str, int]:
-    """The axes, outermost first."""
+    """Returns the axes with their sizes, outermost first."""
     shape = shape_of(tree)
     return dict(zip(NAMES[: len(shape)][::-1], shape, strict=True))
 
 
 def link_seconds(tree: str, sent_bytes: dict[str, int]) -> float:
-    """Seconds of the busiest link, given the bytes per axis: a link carries all bytes that ranks below it send out."""
+    """Seconds of the busiest link, given the bytes per axis. A link carries all bytes that ranks below it send out."""
     names, shape = zip(*mesh_of(tree).items(), strict=True)
     seconds = 0.0
     for depth, level in enumerate(Tree.parse(tree).levels):
@@ -61,7 +62,8 @@ def is_lossless(row: Row) -> bool:
 
 
 def fastest_pair(rows: Sequence[Row], dtype: str, *, masters: bool) -> tuple[Row, ...]:
-    """Ours and the peer, of those with fp32 masters or those without; nothing if there is no such pair."""
+    """Returns the fastest of ours and of the peers, among those with fp32 masters or those without; empty if there is
+    no such pair."""
     ours = [row for row in rows if "sent_bytes" in row and not (masters and row["system"].endswith(NO_MASTERS))]
     peers = [row for row in rows if "sent_bytes" not in row]
     peers = [row for row in peers if masters != (dtype == "bfloat16" and row["system"].startswith("DDP"))]
@@ -73,7 +75,8 @@ def key_of(cell: Cell) -> tuple[object, ...]:
 
 
 def bounded(cells: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any], float, float]]:
-    """(cell, row, unshaped seconds, link seconds) of every lossless row that was also measured without shaping."""
+    """Yields (cell, row, unshaped seconds, link seconds) of every lossless row that was also measured without
+    shaping."""
     free = {key_of(c): {r["system"]: r["step_s"] for r in c["rows"]} for c in cells if is_free(c)}
     for cell in cells:
         if is_free(cell) or key_of(cell) not in free:
@@ -116,8 +119,8 @@ def caps_table(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def pairs_table(cells: Sequence[Cell]) -> Iterator[str]:
-    """Half of the rounds say which of ours and which peer is the fastest, the other half what they take; then the other
-    way round. So the luck that made a row the fastest is no part of the figure."""
+    """Half of the rounds choose the fastest of ours and of the peers; the other half time them; then the halves change
+    roles. So the luck that made a row the fastest is not part of the figure."""
     yield "## Without a cap, in pairs\n"
     yield (
         "Step of the best peer over that of ours, both chosen in half of the rounds and timed in the other half: "
@@ -138,12 +141,12 @@ def pairs_table(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _pairs(cell: Cell, *, masters: bool) -> tuple[list[str], list[float]]:
-    """Names of the pairs that were chosen, and the peer's step over ours in each round."""
+    """Returns the names of the chosen pairs, and the peer's step over ours in each round."""
     rows = {row["system"]: row for row in cell["rows"] if is_lossless(row)}
     names: list[str] = []
     ratios: list[float] = []
     for half in (0, 1):
-        # Two rounds in a row, as every other round has the systems in reverse order.
+        # Two consecutive rounds, since every other round has the systems in reverse order.
         chosen = [index for index in range(cell["rounds"]) if index // 2 % 2 == half]
         medians = [row | {"step_s": statistics.median(row["all_s"][i] for i in chosen)} for row in rows.values()]
         pair = fastest_pair(medians, cell["dtype"], masters=masters)
@@ -158,8 +161,8 @@ def _pairs(cell: Cell, *, masters: bool) -> tuple[list[str], list[float]]:
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """Order statistics between which the median lies with at least 95 %: fewer than 2.5 % of n fair coins fall outside
-    on either side."""
+    """Returns order statistics between which the median lies with at least 95 %: of n fair coins, fewer than 2.5 % fall
+    outside on either side."""
     values, count = sorted(values), len(values)
     outside = 0
     while sum(math.comb(count, k) for k in range(outside + 1)) <= 0.025 * 2**count:
@@ -188,7 +191,7 @@ def _point(cell: Cell, cap: float, most_bytes: float) -> str:
     pair = next((entry for entry in cell["under_caps"] if entry["cap"] == cap), None)
     if pair is not None:
         return f"{seconds[pair['ours']]:.2f} / {seconds[pair['peer']]:.2f}"
-    # Nothing of ours fits that a peer could be held against.
+    # None of ours fits, or none that a peer can be compared with.
     peers = [row["step_s"] for row in cell["rows"] if "sent_bytes" not in row and row["bytes"] <= most_bytes]
     return f"- / {min(peers):.2f}" if peers else "-"
 

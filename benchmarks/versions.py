@@ -1,12 +1,12 @@
-"""Step time of this checkout against another one of zeromesh, in the same layouts, on gloo ranks of one machine.
+"""Step time of this checkout against another checkout of zeromesh, in the same layouts, on gloo ranks of one machine.
 
     make bench-versions ARGS="../before --pairs 15 --out benchmarks/results/versions.json"
 
-The ranks of both run at once and take turns, two steps each of which the second is timed, in alternating order; the
-figure is the ratio of the medians, with the quartiles of the ratios of single pairs. One thread per rank. Rows of AdamW
-time the optimizer alone, in one process of all `0`, on 128 parameters of 64 x 64 and of 512 x 512. Every
-`PAIRS_A_START` pairs both start anew, since a heap's places in memory are a matter of luck: AdamW of a checkout beside
-itself took .91 to 1.0.
+The ranks of both run at once and take turns, in alternating order. A turn is two steps, of which the second is timed.
+The figure is the ratio of the medians, with the quartiles of single pairs' ratios. One thread per rank. Rows of AdamW
+time only the optimizer, in one process with all `0`, on 128 parameters of 64 x 64 and of 512 x 512. Both start anew
+every `PAIRS_A_START` pairs, since a heap's placement in memory is luck: AdamW of a checkout against itself took .91 to
+1.0.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ LAYOUTS = {
     "all 1": "node=1,cluster=1",
     "all 3": "node=3,cluster=3",
     "3,0": "node=3,cluster=0",
-    "host": "",  # small blocks: what is left is the engine's own time
+    "host": "",  # small blocks, so that the engine's own time dominates
     **{f"AdamW {size} {kind}": "node=0" for size in (64, 512) for kind in ("plain", "foreach", "fused")},
 }
 PAIRS_A_START = 20
 HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""glibc keeps freed memory. By default its limits follow a process's history, so that equal code took 0.65 to 1.05."""
+"""Makes glibc keep freed memory. By default its limits follow a process's history, so that equal code took 0.65 to
+1.05."""
 
 
 def work(layout: str, micro_batches: int, rank: int, world: int, store: str) -> None:
-    """One rank: a line on its input is a turn, and its answer the seconds of the second step."""
+    """Runs one rank. A line of input is a turn; the answer is the seconds of its second step."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -107,7 +108,7 @@ class Version:
         ]
 
     def turn(self) -> float:
-        """Seconds of the slowest rank's second step."""
+        """Runs a turn. Returns the seconds of the slowest rank's second step."""
         for rank in self._ranks:
             assert rank.stdin is not None
             rank.stdin.write("\n")
@@ -142,7 +143,7 @@ def main() -> None:
     rows = []
     for layout, micro_batches in product(given.layouts, given.micro_batches):
         if layout.startswith("AdamW") and rows and rows[-1]["layout"] == layout:
-            continue  # micro-batches are nothing to it
+            continue  # it does not depend on micro-batches
         rows.append(compare(given.other.resolve(), layout, micro_batches, given.pairs))
         print(rows[-1], flush=True)
     save(given.out, rows=rows)
@@ -153,7 +154,7 @@ if __name__ == "__main__":
         layout, micro_batches, rank, world, store = sys.argv[2:]
         work(layout, int(micro_batches), int(rank), int(world), store)
     else:
-        # Not above: ranks import the other checkout's zeromesh.
+        # Only here, since ranks import the other checkout's zeromesh.
         from benchmarks.harness import in_turns, parser, ratio, save
 
         main()
