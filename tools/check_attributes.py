@@ -1,8 +1,8 @@
 """Finds attributes of the core's objects that are written outside of the module of their class.
 
-State that several modules write has no owner, and no place says when it changes: pass a value, or call a method. Types
-are not known here. So inside the core a write counts where any of its mutable classes has a field of that name, and
-elsewhere where no other class of the library has one too, or the object goes by a name of the core's.
+State that several modules write has no owner, and no place says when it changes: pass a value, or call a method. The
+script does not know types. Inside the core, a write counts if any of the core's mutable classes has a field of that
+name. Elsewhere it counts if no other class of the library has such a field, or if the object's name is in `NAMES`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ CORE = tuple(SOURCE / name for name in ("strategy", "schedule", "engine", "comm"
 NAMES = {"engine", "interpreter", "backend", "group", "groups", "channel", "progress"}
 
 FOREIGN = {"ctx", "_thread"}
-"""Autograd's and Python's objects, on which anybody may write."""
+"""Objects of autograd and Python, on which any module may write."""
 
 TORCHS = {"forward", "grad"}
-"""Tensors and modules have fields of these names as well."""
+"""Fields of these names exist on tensors and modules as well."""
 
 
 def fields(tree: ast.AST) -> Iterator[str]:
-    """Fields of classes that are not frozen: declared in the class, or written to `self`."""
+    """Yields the fields of classes that are not frozen: declared in the class, or written to `self`."""
     for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         if not any("frozen=True" in ast.unparse(decorator) for decorator in kind.decorator_list):
             yield from (
@@ -43,7 +43,7 @@ def writes(tree: ast.AST) -> Iterator[ast.Attribute]:
 
 
 def main() -> int:
-    """Prints what it finds; returns how much that is."""
+    """Prints each write that it finds; returns their number."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
     owners: dict[bool, dict[str, set[Path]]] = {True: defaultdict(set), False: defaultdict(set)}
     for path, tree in trees.items():

@@ -1,9 +1,9 @@
-"""Run what the documentation shows: Python blocks, console blocks, doctests; follow every relative link.
+"""Runs the documentation's Python blocks, console blocks and doctests; follows every relative link.
 
 In README.md, CONTRIBUTING.md, CHANGELOG.md, docs/**/*.md and the README.md of folders beside src/:
 
-- the ```python blocks of one file run in order in one process, in an empty directory; it is forked from one that has
-  imported what takes seconds;
+- the ```python blocks of one file run in order in one process, in an empty directory; the process is forked from one
+  that has already imported the slow modules;
 - in a ```console block each line after ``$ `` that starts with ``zeromesh`` runs there as well and must exit with 0;
 - a block after the comment ``<!-- not run: REASON -->`` is left out, and the reason is printed;
 - a link to a file, or to a heading of one, must exist.
@@ -37,7 +37,7 @@ HEADING = re.compile(r"^#+\s+(.*?)\s*$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One fenced block: its language, its text, and why it is not run, if it is not."""
+    """One fenced block: its language, its text, and the reason if it is not run."""
 
     language: str
     text: str
@@ -46,7 +46,7 @@ class Block:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """The fenced blocks of a Markdown page, in order."""
+    """Yields the fenced blocks of a Markdown page, in order."""
     for match in FENCE.finditer(page):
         skip = SKIP.search(page[: match.start()].rstrip())
         yield Block(
@@ -58,7 +58,7 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def anchor(heading: str) -> str:
-    """The name that GitHub gives to a heading.
+    """Returns the name that GitHub gives to a heading.
 
     >>> anchor("Two commands, `make` and more")
     'two-commands-make-and-more'
@@ -67,7 +67,7 @@ def anchor(heading: str) -> str:
 
 
 def broken_links(path: Path, page: str) -> Iterator[str]:
-    """Relative links of a page whose file or heading does not exist."""
+    """Yields the relative links of a page whose file or heading does not exist."""
     for match in LINK.finditer(FENCE.sub("", page)):
         target = match[1] or match[2]
         if re.match(r"[a-z]+:", target):
@@ -81,7 +81,7 @@ def broken_links(path: Path, page: str) -> Iterator[str]:
 
 
 def execute(python: str, output: Path) -> None:
-    """A page's Python, in this process, which was forked for it."""
+    """Runs a page's Python in this process, which was forked for it."""
     os.chdir(output.parent)
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
@@ -90,7 +90,7 @@ def execute(python: str, output: Path) -> None:
 
 
 def python_failure(python: str, directory: Path) -> str:
-    """The output of a page's Python, if it failed; empty if it did not."""
+    """Returns the output of a page's Python if it failed, else an empty string."""
     output = directory / ".output"
     process = FORKS.Process(target=execute, args=(python, output))
     process.start()
@@ -109,7 +109,7 @@ def commands(page_blocks: list[Block]) -> Iterator[list[str]]:
 
 
 def failures(path: Path) -> Iterator[str]:
-    """Everything wrong with one page."""
+    """Yields everything wrong with one page."""
     page = path.read_text()
     yield from broken_links(path, page)
     runnable = []
@@ -142,7 +142,7 @@ def failures(path: Path) -> Iterator[str]:
 
 
 def doctests() -> int:
-    """Run the doctests; pytest's exit status, where 5 (no doctest at all) is success."""
+    """Runs the doctests; returns pytest's exit status, with 0 for 5 (no doctest at all)."""
     # Modules of optional extras cannot be imported everywhere.
     options = ["--doctest-modules", "--doctest-ignore-import-errors", "--quiet", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, "src", "tools", "lab"]
@@ -151,7 +151,7 @@ def doctests() -> int:
 
 
 def main() -> int:
-    """Check every page; print what is wrong; 1 if anything is."""
+    """Checks every page and prints what is wrong; returns 1 if anything is, or if a doctest fails."""
     named = (
         "README.md",
         "CONTRIBUTING.md",
@@ -162,7 +162,7 @@ def main() -> int:
         "benchmarks/results/README.md",
     )
     pages = [*(ROOT / name for name in named), *sorted(ROOT.glob("docs/**/*.md"))]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as several:  # each page runs in processes of its own
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as several:  # each page runs in its own processes
         tested = several.submit(doctests)
         wrong = [failure for found in several.map(lambda page: list(failures(page)), pages) for failure in found]
     for failure in wrong:

@@ -1,8 +1,8 @@
-"""Words that the project does without. Run by `make check`.
+"""Finds words that the project does without. Run by `make check`.
 
-No docstring or comment begins with "Of" or "What": its subject would be missing. None in `ROOMS` says "what":
-the noun that it stands for is plainer. No identifier is one of `OLD`, which had several meanings each. And each note
-that is referred to is written somewhere."""
+No docstring or comment begins with "Of" or "What": its subject would be missing. In `ROOMS` none says "what": the noun
+that it stands for is plainer. No identifier is in `OLD`: each of those names had several meanings. Each note that is
+referred to is written somewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "bench", "benchmarks", "examples", "lab", "tests", "tools", "validation")
 ROOMS = ("src/", "tests/")
-"""Folders in which nothing says "what"."""
+"""Folders whose docstrings and comments do not say "what"."""
 BEGINNING = re.compile(r"(?:#\s*)?(?:Of|What)\b")
 OLD = {
     "Homes": "GradDestinations",
@@ -27,14 +27,14 @@ OLD = {
     "promised_of": "lazy_sources",
     "read_promised": "read_lazy",
 }
-"""Names that are not used again, and the ones in their place."""
+"""Names that are no longer used, and the names that replaced them."""
 ANYWHERE = re.compile(r"\bwhat(?:ever)?\b(?!-if)", re.IGNORECASE)
 NOTE = re.compile(r"\[Note:\s+([A-Z][^\]]*)\]")
 WRITTEN = re.compile(r"^\W*" + NOTE.pattern + r"\s+[A-Z`]", re.MULTILINE)
 
 
 def texts(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each docstring and comment."""
+    """Yields line and text of each docstring and comment."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value.strip()
@@ -44,7 +44,7 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
 
 
 def old_names(source: str) -> Iterator[tuple[int, str]]:
-    """Line and name of each identifier in `OLD`."""
+    """Yields line and name of each identifier in `OLD`."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.NAME and token.string in OLD:
             yield token.start[0], f"{token.string}: {OLD[token.string]}"

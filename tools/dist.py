@@ -1,4 +1,4 @@
-"""Builds the release in dist/, and tries it as a user who has only that: `make dist`.
+"""Builds the release in dist/, and tries it as a user who has only the release: `make dist`.
 
 1. A copy of the tracked files, whose README has no relative links: outside of the repository they lead nowhere.
 2. An sdist, and the wheel from it, each built in an isolated environment; twine's checks of both.
@@ -28,7 +28,7 @@ DEVICE = "from zeromesh import simdev; simdev.start(); import torch; print(torch
 
 
 def run(*command: str | Path, source: Path | None = None) -> None:
-    """Runs a command in the directory of the trial; ends the script if it fails."""
+    """Runs a command in build/dist; ends the script if the command fails."""
     print("+", *command, flush=True)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     if source is not None:
@@ -39,7 +39,7 @@ def run(*command: str | Path, source: Path | None = None) -> None:
 
 
 def copy_tracked(target: Path) -> None:
-    """Copies the tracked files. Pictures of the README become their text, relative links their name."""
+    """Copies the tracked files. In the README, relative links and pictures become their text."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         if not name.startswith(LEFT_OUT):

@@ -1,7 +1,7 @@
-"""Hooks of mkdocs: pages that lie outside docs/, links as they are in the repository, and the reference.
+"""Hooks of mkdocs: they add the pages that lie outside docs/ and the reference, and adapt links to the site.
 
-Pages are written to be read in the repository; on the site, links between them lead to the site's pages, and those to
-sources, which it does not have, are text.
+Pages are written to be read in the repository. On the site, links between pages lead to the site's pages. Links to
+sources become text, since the site has no sources.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ The calls and classes of `import zeromesh as zm`, from their docstrings.
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """The pages that are not in docs/."""
+    """Adds the pages that are not in docs/."""
     pages = {site: (ROOT / path).read_text() for path, site in BROUGHT_IN.items()}
     pages |= {"reference.md": _reference(), "decisions.md": _decisions()}
     for name, text in pages.items():
@@ -41,7 +41,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links and pictures of the repository as those of the site."""
+    """Turns links and pictures of the repository into those of the site."""
     site = page.file.src_uri
     inside = {made: path for path, made in BROUGHT_IN.items()}
     source = inside.get(site, posixpath.join("docs", site))
@@ -63,13 +63,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """The theme loads a stand-in for workers from elsewhere; nothing here is."""
+    """Replaces the stand-in for workers that the theme loads from another site: nothing here comes from elsewhere."""
     own = posixpath.relpath("search.js", posixpath.dirname(page.file.dest_uri) or ".")
     return output.replace("https://unpkg.com/iframe-worker/shim", own)
 
 
 def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
-    """No page for wrong addresses: the site is opened as files."""
+    """Leaves out the page for wrong addresses: the site is opened as files."""
     return "" if template_name == "404.html" else output
 
 

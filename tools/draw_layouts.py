@@ -1,4 +1,4 @@
-"""Draws what each rank holds of a model under a strategy: docs/pictures/*.svg, from the layout itself.
+"""Draws the parts of a model that each rank holds under a strategy: docs/pictures/*.svg, from the layout itself.
 
 Usage: tools/draw_layouts.py        rewrites the pictures
 """
@@ -27,7 +27,7 @@ COLOURS = {"parameters": "#4c78a8", "gradients": "#f58518", "optimizer": "#54a24
 
 
 def draw(strategy: str) -> str:
-    """An SVG: for each rank a bar for parameters, gradients and optimizer states, filled where the rank holds them."""
+    """Returns an SVG: a rank's bars for parameters, gradients and optimizer states are filled where it holds them."""
     layout = Layout.of(strategy, AXES)
     kinds = {
         "parameters": layout.param_axes,

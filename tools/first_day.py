@@ -1,12 +1,12 @@
-"""The first minutes on a GPU: what this machine's devices can show, in one result file, one page and one log.
+"""Checks within minutes what this machine's GPUs can show, and writes one result file, one page and one log.
 
     PYTHONPATH=src python3 tools/first_day.py --budget-s 570     # any interpreter with torch and pytest; or: make gpu
     python3 tools/first_day.py --only fake ranks
 
-Parts run in the order of their value, each in a process group of its own, which is ended at the part's limit or when
-the budget is spent. Results are written after every part, and the programs that measure write theirs after every row,
-so a run that is cut off leaves what it has found. Where torch sees no device, the parts that can do without run on the
-CPU, to show that they work, and the exit code is 2; else it is 0 if everything held and 1 if not.
+Parts run in the order of their value. Each part has its own process group, which is ended at the part's limit or when
+the budget is spent. Results are written after every part, and the measuring programs write theirs after every row. So a
+run that is cut off leaves all results up to then. If torch sees no device, the parts that need none run on the CPU, to
+show that they work, and the exit code is 2. Otherwise it is 0 if everything held and 1 if not.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULT, LOG = "gpu.md", "gpu.json", "gpu.log"
 LEAST_S = 10.0
-"""A part is not begun with less time left."""
+"""A part does not begin with less time left than this."""
 
 GRACE_S = 10.0
-"""Between SIGTERM, on which torchrun ends its workers, and SIGKILL."""
+"""Seconds between SIGTERM, on which torchrun ends its workers, and SIGKILL."""
 
 NO_DEVICE = 2
-"""The exit code."""
+"""The exit code if torch sees no device."""
 
 AS_RANK = "--as-rank"
-"""The first argument of this script as a rank of the part `ranks`."""
+"""The first argument of this script if it runs as a rank of the part `ranks`."""
 
-# Any version of pytest, whatever plugins it has; what another torch warns of is no error.
+# Any version of pytest will do, with any plugins. Warnings of another torch are no errors.
 PYTEST = (
     "-m pytest -q -ra --maxfail 5 -p no:benchmark -p no:cacheprovider -o minversion=6 -o filterwarnings=default "
     "-o addopts=--import-mode=importlib"
@@ -51,7 +51,7 @@ TORCHRUN = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint 127.0.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that must hold: the goal, the figure beside it, and whether the goal is met."""
+    """One thing that must hold: its name, the goal, the figure found, and whether the goal is met."""
 
     what: str
     required: str
@@ -64,16 +64,16 @@ Judge = Callable[[Mapping[str, Any]], Iterable[Check]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    name: str  # also of its result file, NAME.json
+    name: str  # also the name of its result file, NAME.json
     command: str  # after the interpreter; {out} stands for the result file
-    judge: Judge | None = None  # of the result file; None for a part whose exit code says all
-    limit_s: float = 120.0  # after which its process group is ended
-    here: bool = True  # this machine can run it
+    judge: Judge | None = None  # checks the result file; None if the exit code says all
+    limit_s: float = 120.0  # its process group is ended after this time
+    here: bool = True  # whether this machine can run it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a part ended; without a code it was ended at its limit."""
+    """How a part ended; `code` is None if it was ended at its limit."""
 
     name: str
     code: int | None
@@ -87,7 +87,7 @@ class Outcome:
 
 
 def parts(devices: int, kind: str) -> list[Part]:
-    """The parts for a machine, in the order of their value; without a device, those that a CPU can run."""
+    """Returns the parts for a machine, in the order of their value; without a device, only those that a CPU can run."""
     cuda, share = devices > 0 and kind == "cuda", devices < 2
     device = f"-m benchmarks.device --out {{out}} --device {'cuda' if devices else 'cpu'}"
     tiny = "--settings bf16+masters --model tiny --sequences 1 --tokens 16 --pairs 2"
@@ -97,9 +97,9 @@ def parts(devices: int, kind: str) -> list[Part]:
     ranks = devices if not share else 4 if devices else 2
     selftest = f"{TORCHRUN} --nproc-per-node {ranks} tools/first_day.py {AS_RANK} {mesh} {{out}}"
     every = [
-        # Steps run on the device, beside plain PyTorch and FSDP2 in one process.
+        # Runs steps on the device, beside plain PyTorch and FSDP2 in one process.
         Part(name="smoke", command=f"{device} {tiny}", judge=judge_state, here=cuda),
-        # One rank of eight beside FSDP2, nothing sent.
+        # Runs one rank of eight that sends nothing, beside FSDP2.
         Part(
             name="fake",
             command=f"{device} {sizes} --ranks 8 --peers FSDP2 --strategies {strategies}",
@@ -107,7 +107,7 @@ def parts(devices: int, kind: str) -> list[Part]:
             limit_s=240.0,
             here=cuda or not devices,
         ),
-        # Numbers, bytes and memory of every stage over the device's own collectives.
+        # Checks numbers, bytes and memory of every stage over the device's own collectives.
         Part(
             name="ranks",
             command=selftest + " share" * share,
@@ -120,7 +120,7 @@ def parts(devices: int, kind: str) -> list[Part]:
             judge=judge_kernels,
             here=cuda,
         ),
-        # A rank's states, then its gradients too, in the host's memory, beside FSDP2 with CPUOffloadPolicy.
+        # Keeps a rank's states in the host's memory, then its gradients too, beside FSDP2 with CPUOffloadPolicy.
         Part(
             name="host",
             command=f"{device} --settings bf16+masters --pairs 4 --model 1.3B --sequences 2 --ranks 8 "
@@ -129,7 +129,7 @@ def parts(devices: int, kind: str) -> list[Part]:
             limit_s=150.0,
             here=cuda,
         ),
-        # The next two: four ranks share a device; the allocator's bytes, then numbers under delays.
+        # In the next two parts four ranks share a device. They check the allocator's bytes, then numbers under delays.
         Part(name="memory", command=f"{PYTEST} tests/gpu/test_memory.py", limit_s=600.0, here=cuda),
         Part(
             name="parity",
@@ -137,9 +137,9 @@ def parts(devices: int, kind: str) -> list[Part]:
             limit_s=1800.0,
             here=cuda,
         ),
-        # One process beside plain PyTorch and FSDP2, at length.
+        # Measures one process at length, beside plain PyTorch and FSDP2.
         Part(name="device", command=device, judge=judge_device, limit_s=3600.0, here=cuda),
-        # Training steps beside the simulator's prediction.
+        # Compares training steps with the simulator's prediction.
         Part(
             name="bench",
             command=f"-m bench {mesh} -o {{out}} --model 60M",
@@ -151,7 +151,7 @@ def parts(devices: int, kind: str) -> list[Part]:
 
 
 def judge_kernels(result: Mapping[str, Any]) -> Iterable[Check]:
-    """At least 85 % of a copy's rate, of the longest tensor of each format, rounding and dtype."""
+    """Checks that the longest tensor of each format, rounding and dtype reaches 85 % of a copy's rate."""
     longest: dict[str, Mapping[str, Any]] = {}
     for row in sorted(result["results"], key=lambda row: int(row["tensor_bytes"])):
         rounding = "stochastic" if row["stochastic"] else "to nearest"
@@ -162,7 +162,7 @@ def judge_kernels(result: Mapping[str, Any]) -> Iterable[Check]:
 
 
 def judge_state(result: Mapping[str, Any]) -> Iterable[Check]:
-    """Model state as predicted, to the byte."""
+    """Checks that model state has the predicted bytes exactly."""
     for row in result["peaks"]:
         if "state_predicted_bytes" in row:
             predicted, found = row["state_predicted_bytes"], row["state_allocated_bytes"]
@@ -171,7 +171,8 @@ def judge_state(result: Mapping[str, Any]) -> Iterable[Check]:
 
 
 def judge_device(result: Mapping[str, Any]) -> Iterable[Check]:
-    """Steps of `node=3` as short as a peer's, to 1 %; no more host time than FSDP2's; peaks as predicted, to 10 %."""
+    """Checks that steps of `node=3` take at most 1 % longer than a peer's, that host time does not exceed FSDP2's, and
+    that peaks are within 10 % of the prediction."""
     for row in result["times"]:
         title = f"{row['strategy']} over {row['peer']}, {row['setting']}"
         if row["strategy"] == "node=3":
@@ -198,9 +199,9 @@ def _within(what: str, found: float, *, least: float = -math.inf, most: float = 
 
 
 def run(part: Part, directory: Path, limit_s: float) -> Outcome:
-    """Runs a part, adds all that it prints to the log, and judges the result that it leaves."""
+    """Runs a part, adds all its output to the log, and judges the result file that it leaves."""
     begin, file = time.monotonic(), directory / f"{part.name}.json"
-    file.unlink(missing_ok=True)  # of an earlier run
+    file.unlink(missing_ok=True)  # left by an earlier run
     paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     around = {
         "PYTHONPATH": paths,
@@ -230,7 +231,7 @@ def run(part: Part, directory: Path, limit_s: float) -> Outcome:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends whatever is left of a part's process group."""
+    """Ends all processes that are left in a part's process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -240,7 +241,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def judged(part: Part, file: Path) -> tuple[Mapping[str, Any], list[Check]]:
-    """The result file and its checks. A file that is missing or of another form is a check that failed."""
+    """Returns the result file and its checks. A file that is missing or malformed gives one failed check."""
     if part.judge is None:
         return {}, []
     try:
@@ -270,7 +271,7 @@ def page(setting: Mapping[str, Any], outcomes: Sequence[Outcome], not_run: Seque
 
 
 def run_rank(mesh: str, output: str, *share: str) -> int:
-    """`zeromesh selftest` as one of torchrun's ranks, without the packages of the command line."""
+    """Runs `zeromesh selftest` as one of torchrun's ranks, without the packages of the command line."""
     if share:
         os.environ["ZEROMESH_SHARE_DEVICES"] = "1"
     from zeromesh.measure.launch import parse_mesh

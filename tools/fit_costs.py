@@ -54,7 +54,7 @@ def rows(name: str, folder: str = "calibration") -> list[Row]:
 
 
 def link_shares() -> dict[str, Entry]:
-    """Large-message bus bandwidth over nominal, by kind of link."""
+    """Returns bus bandwidth of large messages over nominal bandwidth, by kind of link."""
     return {
         "nvlink": _median_entry(_nvlink_shares(), "collectives_bandwidth: rings on A100, H200, B200 of 1 GiB and more"),
         "xgmi": _median_entry(
@@ -80,7 +80,7 @@ def _median_entry(values: Sequence[float], source: str) -> Entry:
 
 
 def ranges(constants: Constants) -> dict[str, Span]:
-    """(low, high, source) of constants that public measurements leave open and a choice of layout may depend on."""
+    """Returns (low, high, source) of constants that measurements leave open and a choice of layout may depend on."""
     measured = {
         "nvlink": (_nvlink_shares(), "the devices it is the median of"),
         "xgmi": (_xgmi_shares(), "the devices it is the median of"),
@@ -111,8 +111,8 @@ def ranges(constants: Constants) -> dict[str, Span]:
 
 
 def _by_memory(constants: Constants) -> float:
-    """The share of a second's computation (Llama of 7B on A100) that a gather inside the node takes by moving its
-    bytes."""
+    """Returns the share of computation time that a gather inside the node takes by moving its bytes (Llama of 7B on
+    A100)."""
     cluster, model = preset("a100-8x-hdr").take(8), model_preset("llama-7b")
     compute = ComputeModel(device=cluster.device, constants=constants)
     gather = TransferModel(cluster, constants, compute).joint(
@@ -171,7 +171,7 @@ def _efa_shares() -> list[float]:
 
 
 def _slingshot_shares() -> list[float]:
-    """Per GCD, times the 8 GCDs that share a node's 100 GB/s."""
+    """Returns bandwidth per GCD, times the 8 GCDs that share a node's 100 GB/s, as a share of these."""
     return [
         8 * float(row["busbw_GBps_per_gcd(derived)"]) / 100.0
         for row in rows("lumi_mi250x_comm_log")
@@ -183,7 +183,8 @@ def _slingshot_shares() -> list[float]:
 
 
 def tuning() -> tuple[dict[str, Entry], float, float]:
-    """launch, tree constants, and the latencies of a step inside and between nodes that presets state."""
+    """Returns the entries for launch, tree and peer, and a step's latency inside and between nodes, which presets
+    state."""
     table = [r for r in rows("h100_nccl_tuning_table") if r["proto"] == "SIMPLE"]
     ring = [r for r in table if r["collective"].startswith("all_gather") and r["algo"] == "RING"]
     design, target = [], []
@@ -223,7 +224,7 @@ def _peer_us() -> float:
 
 
 def message_size(constants: Constants, step_s: float) -> dict[str, Entry]:
-    """The scale and power of the size term, on A100 all-reduces over NVLink of 1 MiB and more."""
+    """Fits the scale and power of the size term to A100 all-reduces over NVLink of 1 MiB and more."""
     samples = list(_a100_all_reduces())
     best = min(
         ((scale * 1e-6, power / 20) for scale in range(4, 204, 2) for power in range(2, 21)),
@@ -236,7 +237,7 @@ def message_size(constants: Constants, step_s: float) -> dict[str, Entry]:
 
 
 def _a100_all_reduces() -> Iterable[tuple[int, float, float]]:
-    """(gpus, bytes, seconds)"""
+    """Yields (gpus, bytes, seconds)."""
     for row in rows("collectives_bandwidth"):
         if row["hardware"] == "A100 SXM NVLink3" and float(row["payload_bytes"]) >= 2**20:
             yield int(row["gpus"]), float(row["payload_bytes"]), float(row["time_us"]) * 1e-6
@@ -277,14 +278,14 @@ def _with(constants: Constants, values: Mapping[str, float]) -> Constants:
 
 
 def compute(constants: Constants) -> dict[str, Entry]:
-    """Efficiency by shape class: Nelder-Mead on the mean absolute log error."""
+    """Fits the efficiency by shape class: Nelder-Mead on the mean absolute log error."""
     samples = [*_foundry_samples(), *_galvatron_samples()]
 
     def error(point: Sequence[float]) -> float:
         if min(point) <= 0 or max(*point[:2], *point[3:5]) > 1:
             return 1e9
         trial = _with(constants, dict(zip(FITTED, point, strict=True)))
-        # Absolute, not squared: one row ran at the edge of memory, and must not bend the rest.
+        # The error is absolute, not squared: one row ran at the edge of memory, and must not bend the rest.
         logs = [abs(math.log(predict(trial) / seconds)) for seconds, predict in samples]
         return sum(logs) / len(logs)
 
@@ -301,7 +302,8 @@ Sample = tuple[float, Callable[[Constants], float]]
 
 
 def _galvatron_samples() -> Iterable[Sample]:
-    """Forward seconds of one block of llama2-7b for one sequence of 2048 tokens, on an A100."""
+    """Yields the forward seconds of one block of llama2-7b per sequence of 2048 tokens on an A100, with a
+    prediction."""
     model = model_preset("llama2-7b", kernels=FUSED)
     block = next(unit for unit in model.units if unit.kind is UnitKind.BLOCK)
     device = preset("a100-8x-hdr").device
@@ -319,7 +321,8 @@ def _galvatron_samples() -> Iterable[Sample]:
 
 
 def _foundry_samples() -> Iterable[Sample]:
-    """Seconds per step and GPU. Communication inside the node hides under compute, and slows it."""
+    """Yields seconds per step and GPU, with a prediction. Communication in the node hides under compute and slows
+    it."""
     for row in rows("llm_foundry_mpt_a100", "published"):
         if row["# GPUs"] == "8" and row["Model"] in ("1b", "7b", "30b"):
             yield _foundry_seconds(row), _foundry_predictor(row)
@@ -354,7 +357,7 @@ def _foundry_predictor(row: Row) -> Callable[[Constants], float]:
 def _model_seconds(
     device: ComputeModel, model: ModelSpec, tokens: int, seq_len: int, recomputation: Recomputation
 ) -> tuple[float, float]:
-    """Seconds of all units, and the share of them that waits for memory."""
+    """Returns the seconds of all units, and the share of them spent waiting for memory."""
     total = moving = 0.0
     for unit in model.units:
         seconds = device.unit(unit, tokens=tokens, seq_len=seq_len, recomputation=recomputation)
@@ -364,7 +367,7 @@ def _model_seconds(
 
 
 def _communication(cluster: Cluster, model: ModelSpec, reduce_bytes: int, device: ComputeModel) -> tuple[float, float]:
-    """Seconds of all units' transfers, and of the device's memory."""
+    """Returns the seconds of all units' transfers, and the seconds for which they use the device's memory."""
     group = Group.of(cluster, [("node", 8)], device.constants)
     total = sent_bytes = 0.0
     for unit in model.units:
@@ -384,7 +387,7 @@ def _least_squares(design: Sequence[Sequence[float]], target: Sequence[float]) -
 
 
 def nelder_mead(error: Callable[[Sequence[float]], float], start: Sequence[float], rounds: int = 800) -> list[float]:
-    """The simplex method of Nelder and Mead (1965), deterministic from `start`."""
+    """Minimizes `error` by the simplex method of Nelder and Mead (1965), deterministically from `start`."""
     simplex = [list(start)] + [[v * (1.2 if i == j else 1.0) for j, v in enumerate(start)] for i in range(len(start))]
     scored = sorted(((error(p), p) for p in simplex), key=lambda pair: pair[0])
     for _ in range(rounds):
@@ -490,7 +493,7 @@ def _flops_per_byte() -> float:
 
 
 def fit() -> tuple[dict[str, Entry], Constants]:
-    """All entries in the file's order, and the constants that they are."""
+    """Returns all entries in the file's order, and the constants made from them."""
     links = link_shares()
     latencies, inside_s, between_s = tuning()
     print(f"steps: inside a node {inside_s * 1e6:.2f} us, between nodes {between_s * 1e6:.2f} us (presets state them)")

@@ -1,10 +1,10 @@
-"""Runs tests under other versions than those of constraints.txt, and writes into docs/support.md what was run.
+"""Runs tests under versions other than those of constraints.txt, and records the runs in docs/support.md.
 
     python tools/matrix.py newest oldest        # the short set of tests; or: make matrix SETS="newest oldest"
     python tools/matrix.py newest --tests tests/local tests/dist/features
 
-Each set of versions gets an environment in build/matrix, of up to 7 GB where torch comes with CUDA; an environment that
-is there is used again. A row of the page is replaced by one of the same versions and tests.
+Each set of versions gets an environment in build/matrix, of up to 7 GB if torch comes with CUDA. An existing
+environment is used again. A new row of the page replaces one of the same versions and tests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SETS: dict[str, dict[str, str | None]] = {
 
 
 def constrained(pinned: str, versions: dict[str, str | None]) -> str:
-    """The lines of constraints.txt with some versions replaced."""
+    """Returns the lines of constraints.txt with some versions replaced."""
     kept = [line for line in pinned.splitlines() if line.partition("==")[0] not in versions]
     return "\n".join([*kept, *(f"{name}=={version}" for name, version in versions.items() if version)]) + "\n"
 
@@ -62,13 +62,13 @@ def cells(python: Path, tests: Sequence[str]) -> list[str]:
     command = [str(python), "-c", f"import torch; print(torch.__version__); {ask}"]
     versions = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
     print(" ".join(versions), flush=True)
-    # Libraries of other versions warn, and of each other.
+    # Other versions of the libraries warn, also of each other.
     around = os.environ | {"ZEROMESH_TEST_WARNINGS": "default"}
     command = [str(python), "-m", "pytest", "-q", "-o", "filterwarnings=default", *tests]
     done = subprocess.Popen(command, cwd=ROOT, env=around, stdout=subprocess.PIPE, text=True)
     assert done.stdout is not None
     last = ""
-    for last in done.stdout:  # the last one is the summary
+    for last in done.stdout:  # the last line is the summary
         print(last, end="", flush=True)
     if done.wait() not in (0, 1):
         raise SystemExit(f"pytest ended with {done.returncode}: no row was written")
@@ -77,7 +77,7 @@ def cells(python: Path, tests: Sequence[str]) -> list[str]:
 
 
 def with_row(page: str, row: Sequence[str]) -> str:
-    """The page with the row, in the place of one with the same versions and tests."""
+    """Returns the page with the row, which replaces one with the same versions and tests."""
     lines = page.splitlines()
     rule = next(index for index, line in enumerate(lines) if line.startswith("|---"))
     end = next((index for index in range(rule, len(lines)) if not lines[index].startswith("|")), len(lines))

@@ -1,9 +1,9 @@
-"""Plant faults in the core, one at a time, and say which of them the tests find.
+"""Plants faults in the core, one at a time, and says which of them the tests find.
 
     python tools/plant_faults.py --faults 60 --seed 0 [TESTS ...]
-Each fault changes one place in a copy of the files: an operator is swapped, a call whose result nobody uses is
-left out, or an index or a dim is another one. Then pytest runs until the first failure. A run that does not end counts
-as found. Without TESTS, each room has its own, the cheapest first.
+Each fault changes one place in a copy of the files: it swaps an operator, leaves out a call whose result nobody uses,
+or changes an index or a dim. Then pytest runs until the first failure. A run that does not end counts as found. Without
+TESTS, each package of the core has its own tests, the cheapest first.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One place of one file, and the text that takes its place."""
+    """One place of one file, and the text that replaces it."""
 
     kind: str
-    file: Path  # from the root
+    file: Path  # relative to the root
     node: ast.expr
     text: str
 
@@ -56,7 +56,7 @@ class Fault:
 
 
 def swapped(node: ast.expr) -> ast.expr | None:
-    """The expression with its operator swapped, or None if it has none that is."""
+    """Returns the expression with its operator swapped, or None if it has no operator of `SWAPPED`."""
     if isinstance(made := copy.deepcopy(node), ast.Compare) and type(made.ops[0]) in SWAPPED:
         made.ops[0] = SWAPPED[type(made.ops[0])]()  # type: ignore[call-overload]  # an operator of comparison
     elif isinstance(made, ast.BinOp | ast.BoolOp) and type(made.op) in SWAPPED:
@@ -65,7 +65,7 @@ def swapped(node: ast.expr) -> ast.expr | None:
 
 
 def places(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, ast.expr, str]]:
-    """Kind, place and new text of each fault inside a function, but in messages, annotations and asserts."""
+    """Yields kind, place and new text of each fault inside a function, except in messages, annotations and asserts."""
     if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr):
         return
     if inside and isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
@@ -89,14 +89,14 @@ def places(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, ast.expr,
 
 
 def faults(root: Path) -> Iterator[Fault]:
-    """All faults that can be planted in the core."""
+    """Yields all faults that can be planted in the core."""
     for path in (path for room in TESTS for path in sorted((root / "src/zeromesh" / room).rglob("*.py"))):
         for kind, node, text in places(ast.parse(path.read_bytes())):
             yield Fault(kind=kind, file=path.relative_to(root), node=node, text=text)
 
 
 def drawn(every: list[Fault], count: int, seed: int) -> list[Fault]:
-    """So many, of each kind and room in turn."""
+    """Returns `count` faults, from each kind and package in turn."""
     groups: dict[tuple[str, str], list[Fault]] = {}
     for fault in every:
         groups.setdefault((fault.kind, fault.file.parts[2]), []).append(fault)
@@ -113,7 +113,7 @@ def passes(root: Path, tests: tuple[str, ...], timeout_s: float) -> bool:
     around["PYTHONPATH"] = str(root / "src")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     nothing = subprocess.DEVNULL
-    try:  # ranks die with the session that has started them
+    try:  # ranks die with the session that started them
         return (
             subprocess.run(command, cwd=root, env=around, stdin=nothing, stdout=nothing, timeout=timeout_s).returncode
             == 0
