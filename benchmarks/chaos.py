@@ -7,8 +7,8 @@ A job of two ranks trains a small model and saves after every step, so that abou
 After each kill of a random rank the others are killed as well, as torchrun does, and the job starts again from the
 newest checkpoint. These are checked:
 
-- after each kill, from outside: the newest complete checkpoint is not older than any that had been announced, and
-  nothing that is named like a checkpoint is anything less;
+- after each kill, from outside: the newest complete checkpoint is not older than any announced one, and every directory
+  with a checkpoint's name is a complete checkpoint;
 - at each start: the job went on from it, without a warning;
 - at each end: parameters and optimizer states equal, to the bit, those of a job that nobody disturbed.
 
@@ -190,7 +190,7 @@ class _Job:
         return codes == [0] * WORLD
 
     def _check_directory(self) -> None:
-        """Checks the directory while no rank runs: it is what a next job would find."""
+        """Checks the directory while no rank runs: the next job would find it in this state."""
         checkpoints = self.directory / "checkpoints"
         listing = list_checkpoints(LocalStorage(checkpoints))
         if listing.refused:

@@ -326,11 +326,12 @@ def judge(cell: dict[str, Any]) -> dict[str, Any]:
     """Compares a cell's step times.
 
     Returns:
-        The fastest of ours (`best`), its step over its bound, and seconds for which its products stood still by phase;
-        each peer's step over that of the fastest of ours that needs no more memory; FSDP2's over that of `best`.
+        The fastest of our strategies (`best`), its step time over its bound, and seconds for which its computation
+        stood still, by phase. For each peer, its step time over that of our fastest strategy that needs no more
+        memory. FSDP2's step time over that of `best`.
 
-        Stages 0 and 1 send on the outermost axis once a step, what lies between the last backward and the next forward:
-        no order of work hides that behind the other micro-batches. So `over_order` is over a bound that counts them by
+        Stages 0 and 1 send on the outermost axis once a step, between the last backward and the next forward. No order
+        of work hides that behind other micro-batches. So `over_order` is over a bound that counts these transfers by
         themselves.
     """
     mine = [row for row in cell["rows"] if is_ours(row)]

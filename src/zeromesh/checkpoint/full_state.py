@@ -32,8 +32,7 @@ def full_state_dict(model: nn.Module | Any, *, names: Container[str] | None = No
 
     Returns:
         Tensors by original name, in the model's order, with a tied parameter under each of its names. Other ranks get
-            an
-        empty dict.
+        an empty dict.
 
     Raises:
         InputError: on all ranks, if some have different slices in the dicts, lists and tuples, or none.

@@ -47,7 +47,7 @@ HEAD_BYTES = 4096
 MAX_DIMS = 64  # torch's own limit
 _MAX_NUMBER = 1 << 63
 _MAX_REGIONS = 1024
-"""Limit for the different boxes of one tensor. All pairs of so many are compared within a second."""
+"""Limit for the different boxes of one tensor. Up to this number, all pairs are compared within a second."""
 
 
 class DamagedError(CheckpointError):

@@ -63,8 +63,8 @@ class Held:
     @classmethod
     def of(cls, models: nn.Module | Sequence[nn.Module], directory: str | os.PathLike[str]) -> Self:
         """All ranks call this, each with a model or its pipeline stages, and with the directory for saving. Raises
-        ModelError if one is not sharded; InputError, on all ranks, if there are none, they are not all of this rank's
-        stages, or they cannot be saved as one model."""
+        ModelError if a model is not sharded. Raises InputError, on all ranks, if there are no models, they are not all
+        of this rank's stages, or they cannot be saved as one model."""
         own = (models,) if isinstance(models, nn.Module) else tuple(models)
         engines = tuple(map(engine_of, own))
         pipeline = next((engine.pipeline for engine in engines if engine.pipeline is not None), None)
@@ -234,7 +234,7 @@ def aliases_of(held: Held, *, frozen: bool) -> dict[str, str]:
 
 
 def _states(optimizers: Sequence[Optimizer]) -> dict[Tensor, dict[str, tuple[Tensor, Region | None]]]:
-    """Returns by parameter its states on this rank, each with its region (None: that of the slice)."""
+    """Returns by parameter its states on this rank, each with its region (None: the slice's)."""
     states: dict[Tensor, dict[str, tuple[Tensor, Region | None]]] = {}
     for optimizer in optimizers:
         take_slices(optimizer)

@@ -27,7 +27,7 @@ _ALIGNMENT = 64
 """A tensor's bytes begin at multiples of this in a file, as with `torch.save`."""
 
 _HEADER_BYTES = 30 + 4
-"""The headers before a zip entry's data: its own, and that of its padding, without the name and the padding itself."""
+"""The headers before a zip entry's data: the entry's own and its padding's, without the name and the padding itself."""
 
 _MAX_ITEM_BYTES = 1 << 30
 """Longer slices are cut, so that no entry needs zip's 64-bit form."""
@@ -36,7 +36,7 @@ _MAX_ITEM_BYTES = 1 << 30
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """A box of a tensor that a rank has written: by offsets and sizes, and as a range (`chunk`). `position` and
-    `length` are those of the zip around it, in the file."""
+    `length` tell where the zip around it lies in the file."""
 
     name: str
     dtype: str

@@ -23,8 +23,8 @@ KERNELS = {
 class Kernel:
     """Rates of one device while all others on its machine do the same.
 
-    `backward` is the rate of the backward pass: for a product, of both gradients; for gradients, which are copied to
-    where they are collected, of adding them to older ones. An optimizer's is equal to `forward`.
+    `backward` is the rate of the backward pass. For a product, the backward computes both gradients. For gradients, it
+    adds them to older ones; the forward copies them to where they are collected. An optimizer's is equal to `forward`.
     """
 
     kind: str  # one of `KERNELS`

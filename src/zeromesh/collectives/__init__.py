@@ -43,7 +43,7 @@ class Flat(Collective):
 
 
 class Hierarchical(ByLevel):
-    """Level by level, each after the one before. The outermost level carries pieces of 1/(ranks inside)."""
+    """Collectives level by level, one after the other. The outermost level carries pieces of 1/(ranks inside)."""
 
     name = "hierarchical"
     costs = "zeromesh.collectives.costs:HierarchicalCost"

@@ -98,8 +98,8 @@ def shard_model(sharding: Sharding, model: nn.Module) -> Any:
 def clip_grads(
     params: Tensor | Iterable[Tensor], most: float, order: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """torch's `clip_grad_norm_`. If the gradients are exactly those of one sharded model, ours, which makes no extra
-    pass over gradients in the host's memory."""
+    """Replaces torch's `clip_grad_norm_`. Calls ours if the gradients are exactly those of one sharded model: it makes
+    no extra pass over gradients in the host's memory."""
     params = [params] if isinstance(params, Tensor) else list(params)
     shown = {param for param in params if param.grad is not None}
     for engine in dict.fromkeys(param.engine() for param in shown if isinstance(param, ShardedParameter)):

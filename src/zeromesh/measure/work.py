@@ -100,7 +100,7 @@ class Work:
 
     @property
     def all_products(self) -> tuple[tuple[float, int, int], ...]:
-        """The model's products, and those of that block."""
+        """The products of the model and of the block `llama`."""
         hidden, ffn = self.llama.hidden, self.llama.ffn
         own = {(1.0, hidden, hidden), (1.0, hidden, ffn), (1.0, ffn, hidden)}
         return tuple(sorted({*self.products, *own}))

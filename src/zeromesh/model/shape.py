@@ -138,7 +138,7 @@ _MOST = {
     "experts": 10_000,
     **dict.fromkeys(("hidden", "heads", "ffn", "vocab", "kv_heads", "head_dim", "max_positions", "window"), 1 << 24),
 }
-"""Several times those of any published model. Each layer is a unit that the simulator steps through."""
+"""Limits, several times the sizes of any published model. Each layer is a unit that the simulator steps through."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ def with_trainable(model: ModelSpec, choice: str) -> ModelSpec:
     """Returns `model` with another choice of trained parameters. Raises ModelError if `choice` is none of these:
 
     - `all`;
-    - a fraction in (0, 1], of the rows of every tensor, in a stack of experts of each, which is how PaRO's
-      partial-parameter training enters its formulas (arXiv 2310.06003);
+    - a fraction in (0, 1] of the rows of every tensor, or of every expert in a stack of experts. PaRO's
+      partial-parameter training enters its formulas like this (arXiv 2310.06003);
     - `lora:RANK`, adapters of that rank on every linear layer of the blocks, all else frozen (arXiv 2106.09685).
     """
     if choice == "all":

@@ -56,8 +56,8 @@ class Beyond:
         return plane * chunks + int(own.start)
 
     def joined(self, place: ParamRange) -> Region:
-        """Returns the region of a tensor that all planes hold together. It is the whole tensor, unless the tensor is
-        divided in dimensions that the class does not see."""
+        """Returns the region of a tensor that all planes hold together. It is the whole tensor if the tensor is divided
+        only in dimensions that the class sees."""
         spread, dims = _crossed(place, self.stacking)
         return place.region if spread is None else _joined(spread, dims)
 

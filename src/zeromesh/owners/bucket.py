@@ -264,8 +264,8 @@ class WholeSteps:
 
 
 def _boxes(member: Member, part: Part, kind: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """For a part that is not a range of its tensor, owned here: yields the place of each box inside the tensor, and in
-    `flat`, where the elements are contiguous."""
+    """Yields, for a part owned here that is not a range of its tensor, each box's place inside the tensor and in
+    `flat`, where its elements are contiguous."""
     assert part.region is not None and member.whole is not None
     tensor = member.whole.grad if kind == GRADIENT else member.whole.data
     assert tensor is not None

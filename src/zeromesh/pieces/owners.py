@@ -258,8 +258,8 @@ def _loads(tensors: Sequence[Placement], owners: Sequence[int], costs: Sequence[
 
 
 def _bound(costs: Sequence[float], ranks: int) -> float:
-    """A lower bound on the largest load under any choice: the maximum of the mean, of the largest cost, and for each k
-    of the sum of the k + 1 smallest among the k*ranks + 1 largest, since some rank has k + 1 of these."""
+    """A lower bound on the largest load under any choice: the maximum of the mean, the largest cost and, for each k,
+    the sum of the k + 1 smallest among the k*ranks + 1 largest, since some rank has k + 1 of these."""
     longest = sorted(costs, reverse=True)
     crowded = [sum(longest[k * ranks - k : k * ranks + 1]) for k in range(1, (len(longest) - 1) // ranks + 1)]
     return max([sum(costs) / ranks, *longest[:1], *crowded])

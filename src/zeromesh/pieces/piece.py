@@ -141,8 +141,7 @@ def share(pieces: Sequence[Piece], index: int, count: int) -> list[Piece]:
 
 
 def _between(pieces: Iterable[Piece], first: int, last: int) -> Iterator[Piece]:
-    """Yields the parts of `pieces`, laid end to end, from byte `first` to byte `last`, both rounded down to whole
-    elements."""
+    """Yields the parts of joined `pieces` from byte `first` to byte `last`, both rounded down to whole elements."""
     at = 0
     for piece in pieces:
         size = piece.local.itemsize

@@ -1,4 +1,4 @@
-"""A training step as any rank of any number, on a virtual device; used by `zeromesh rehearse` and `zm.rehearse`.
+"""Rehearses a training step as any rank of any number, on a virtual device: `zeromesh rehearse` and `zm.rehearse`.
 
 Reading order: `result` (the findings), `places` (where a step is), `hardware` (seconds), `timeline` (streams with
 virtual clocks), `watch` (the device's reports), `steps` (a rehearsal), `virtual`, `training` and `own` (the steps of a

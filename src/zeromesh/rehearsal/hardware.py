@@ -90,7 +90,7 @@ class KernelModel:
 
 @cache
 def _formula(function: OpOverload) -> Callable[..., int] | None:
-    """Torch's formula for an operator's FLOPs. The virtual device's own attention has that of fused attention."""
+    """Torch's formula for an operator's FLOPs. The virtual device's own attention uses fused attention's."""
     packet = function._overloadpacket
     if function.namespace == "zeromesh":
         fused = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward

@@ -47,8 +47,8 @@ _COMMUNICATORS = 2
 
 
 class Peaks:
-    """The most memory in use by place, in the order of first visit; of the host's memory; and, in the order of time,
-    each time that more was reserved than before (`growth`)."""
+    """The most memory in use by place, in the order of first visit; the host's most memory; and each growth of reserved
+    memory, in the order of time (`growth`)."""
 
     def __init__(self) -> None:
         self.host_bytes = 0

@@ -1,8 +1,8 @@
 """Makes this process one rank of any number, on the virtual device, and gives the device an attention kernel.
 
 If a device has no kernel for `scaled_dot_product_attention`, torch composes it from products and keeps every head's
-scores for the backward. Memory and kernels would then differ from a GPU's. This kernel only knows shapes: those that a
-fused one takes, makes and keeps.
+scores for the backward. Memory and kernels would then differ from a GPU's. This kernel computes only the shapes that a
+fused kernel takes, makes and keeps.
 """
 
 from __future__ import annotations

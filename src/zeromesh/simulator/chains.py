@@ -30,7 +30,7 @@ ByLane = tuple[tuple[str, tuple[Work, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """Builds the chain of each operation of each unit. Equal units share theirs."""
+    """Builds the chain of each operation of each unit. Equal units share their chains."""
 
     schedule: Schedule
     mechanics: Mechanics
@@ -56,7 +56,7 @@ class Chains:
         return self.mechanics.lane(kind, "gather" if back or kind in GATHERS else "reduce", axis, self.schedule.lanes)
 
     def copied(self, kind: str, steps: Iterable[Transfer | None]) -> dict[Copying, ByLane]:
-        """Returns the copies to and from the host among `steps`, by direction; `kind` is that of their chain."""
+        """Returns the copies to and from the host among `steps`, by direction; `kind` is the chain's."""
         found: dict[Copying, tuple[Work, ...]] = {"up": (), "down": ()}
         for step in steps:
             if step is not None and step.operation in COPIES:

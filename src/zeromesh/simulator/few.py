@@ -67,7 +67,7 @@ def _starts_alike(setup: Setup, short: Setup) -> bool:
 
 
 def _more_of_first_s(setup: Setup, of_few: Repeats, row: range) -> float | None:
-    """Seconds that the first forward takes longer with all blocks, those of `row`."""
+    """Seconds that the first forward takes longer with all blocks (`row`)."""
     of_all = Repeats(row=row, period=of_few.period)
     Step(setup, False, 0.0, of_all).run_first_forward()
     (state, first_s), (short_state, short_first_s) = of_all.first[-1], of_few.first[-1]

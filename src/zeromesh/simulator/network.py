@@ -8,8 +8,8 @@ together. As far as it waits for memory, it also slows down by the bytes that th
 level's links, and compute asks for one core: together they slow down in proportion.
 
 [Note: Launch order] NCCL may keep the collectives of all communicators of a device in the order in which the host
-launched them (NCCL_LAUNCH_ORDER_IMPLICIT): each begins once all before it have begun. One that waits for its lane then
-holds up those of other lanes. NCCL does not handle copies to and from the host.
+launched them (NCCL_LAUNCH_ORDER_IMPLICIT): each begins once all before it have begun. A collective that waits for its
+lane then holds up collectives of other lanes. NCCL does not handle copies to and from the host.
 """
 
 from __future__ import annotations

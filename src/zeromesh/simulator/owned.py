@@ -48,8 +48,7 @@ from zeromesh.simulator.workload import FixedWorkload
 class OwnedTensors:
     """The tensors that one optimizer steps on by owners.
 
-    Owners are among the ranks that hold one copy of the states; with `broadcast`, among those of them with the same
-    parameters.
+    Owners are among the ranks that hold one copy of the states. With `broadcast`, they also have the same parameters.
     """
 
     optimizer: str

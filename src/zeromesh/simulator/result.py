@@ -57,8 +57,8 @@ class OwnersShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """One simulated step. With a pipeline, step and traffic are those of its slowest rank, and memory is that of the
-    fullest."""
+    """One simulated step. With a pipeline, step and traffic are the slowest rank's, and memory is the fullest
+    rank's."""
 
     strategy: str  # in normal form
     engine: str

@@ -1,8 +1,7 @@
 """Simulates one training step: drives the engine's schedule point by point on a virtual clock.
 
-Micro-batches repeat: if the traffic in flight at the end of one is the same as at the end of the one before, all that
-follow are alike. Then only the last is simulated (it reduces to the state shard). This is exact: equal states have
-equal futures.
+Micro-batches repeat: if the traffic in flight is the same at the end of two micro-batches in a row, all later ones are
+alike. Then only the last is simulated (it reduces to the state shard). This is exact: equal states have equal futures.
 """
 
 from __future__ import annotations

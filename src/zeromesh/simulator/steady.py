@@ -7,9 +7,9 @@ and searched for such a state in every phase. If each phase has one, the step wi
 repetitions, exactly. Slots take turns, so states can only be equal if the same slots are next (`period`). If a queue
 grows from block to block, no state returns, and all blocks have to be simulated.
 
-The first forward is different, since refreshes are in flight as it begins. If these are of all units, more blocks
-change the traffic beside its first blocks. Then it is simulated with all of them, and must reach the same state as with
-few.
+The first forward is different, since refreshes are in flight as it begins. If all units have refreshes in flight, more
+blocks change the traffic beside the first blocks. Then the first forward is simulated with all blocks, and must reach
+the same state as with few.
 """
 
 from __future__ import annotations

@@ -42,12 +42,12 @@ class Codec(ABC):
         dtype."""
 
     def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
-        """`quantise_each` for one source."""
+        """Does `quantise_each` for one source."""
         for _ in self.quantise_each([source], [message], None if residual is None else [residual]):
             pass
 
     def dequantise(self, message: Tensor, target: Tensor) -> None:
-        """`dequantise_each` for one message."""
+        """Does `dequantise_each` for one message."""
         self.dequantise_each([message], [target])
 
     @abstractmethod
@@ -72,7 +72,7 @@ class Codec(ABC):
         message: Tensor,
         residual: Tensor | None = None,
     ) -> None:
-        """`reduce`, times the target's scale, into a message. Its values go to `target.out[part]`.
+        """Codes the result of `reduce`, scaled by the target, into a message. Its values go to `target.out[part]`.
 
         Args:
             messages, own, own_index, part: as for `reduce`.
@@ -133,8 +133,8 @@ class WireFormat(ABC):
         return False
 
     def unbiased(self) -> WireFormat:
-        """Returns a format with the same messages and errors of mean zero, for sums over many steps; itself, if it has
-        no such way."""
+        """Returns a format with the same messages and errors of mean zero, for sums over many steps; itself if it has
+        none."""
         return self
 
     def error_bound(self, codings: int) -> float:
