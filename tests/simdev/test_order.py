@@ -248,23 +248,6 @@ def test_clipping_with_parts_and_tensor_parallelism_never_waits():
     assert total.device.type == "simdev" and total > 0
 
 
-@alone()
-def test_saving_and_loading(tmp_path):
-    simdev.counting_group(0, 4)
-    with (
-        simdev.Checker() as checker,
-        sharded("node=3,cluster=1", CASE, mesh_of(2, 2, device="simdev")) as (model, optimizer),
-    ):
-        backward(model, CASE, 0)
-        optimizer.step()
-        optimizer.zero_grad()
-        model.load_state_dict(model.state_dict())
-        zm.refresh(model)
-        evaluate(model, CASE, CASE.device)
-        backward(model, CASE, 1)
-    require_clean(checker, "saving and loading")
-
-
 @pytest.mark.parametrize("wait", FAULTS)
 @alone()
 def test_a_fault_is_found(wait):

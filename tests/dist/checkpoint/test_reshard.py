@@ -13,10 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 import zeromesh as zm
 from tests.dist.checkpoint.models import Mesh, Odd, assemble, make, require_equal, slices, train
 from tests.dist.pool import Pool, kept, on_ranks
-from tests.local.checkpoint.strategies import STRATEGIES
 from zeromesh.checkpoint.checkpoints import Checkpoints
 from zeromesh.strategy import Layout
 
+STRATEGIES = (
+    *("node=0,cluster=0", "node=1,cluster=0", "node=2,cluster=2", "node=3,cluster=3"),
+    *("node=3,cluster=0", "node=3,cluster=1", "node=3,cluster=3k", "node=0,cluster=3"),
+)
 ONE: Mesh = (("cluster", 1), ("node", 1))
 TWO: Mesh = (("cluster", 1), ("node", 2))
 THREE: Mesh = (("cluster", 3), ("node", 1))

@@ -92,22 +92,3 @@ def two_at_once(directory: Path) -> None:
 
 def test_two_directories_at_once(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, two_at_once, tmp_path)
-
-
-def one_after_the_other(directory: Path) -> list[int]:
-    """How many process groups there are after each."""
-    model, optimizer = make(TWO, STRATEGY)
-    counts = []
-    for step in range(3):
-        checkpoints = Checkpoints(directory / "run", model, optimizer)
-        checkpoints.save(step)
-        checkpoints.close()
-        del checkpoints
-        save_safetensors(model, directory / "final")
-        counts.append(len(torch.distributed.distributed_c10d._world.pg_names))
-    return counts
-
-
-def test_one_after_the_other_they_use_the_same_group(pool: Pool, tmp_path: Path) -> None:
-    first, second = pool.run(2, one_after_the_other, tmp_path)
-    assert len(set(first)) == 1 and first == second

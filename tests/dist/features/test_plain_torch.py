@@ -5,17 +5,14 @@ import io
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._composable import replicate
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -45,7 +42,7 @@ from tests.dist.parity import (
     sgd,
     vectors,
 )
-from tests.dist.pool import Pool, on_ranks
+from tests.dist.pool import on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.param import ShardedParameter
 from zeromesh.errors import CheckpointError, InputError, ModelError, OptimizerError
@@ -934,33 +931,3 @@ def test_loading_after_a_backward_that_raised(strategy):
         backward(model)
     model.load_state_dict({name: value.double() for name, value in fragile().state_dict().items()})
     backward(model)
-
-
-def save_by_torch(path: Path, strategy: str) -> dict[str, torch.Tensor]:
-    model = sharded(chain(), strategy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    trained(model, optimizer)
-    dcp.save(dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=path)
-    trained(model, optimizer)
-    return {param.full_name: param.local.clone() for param in model.parameters()}
-
-
-def load_by_torch(path: Path, strategy: str) -> dict[str, torch.Tensor]:
-    model = sharded(chain(), strategy)
-    for param in model.parameters():
-        param.local.zero_()
-    zm.refresh(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    found = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
-    dcp.load(found, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
-    trained(model, optimizer)
-    return {param.full_name: param.local.clone() for param in model.parameters()}
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's, about its own storage
-def test_torch_saves_the_states_of_all_ranks(pool: Pool, tmp_path: Path):
-    expected = pool.run(2, save_by_torch, tmp_path, "node=1")
-    for strategy in ("node=1", "node=3"):
-        for got, wanted in zip(pool.run(2, load_by_torch, tmp_path, strategy), expected, strict=True):
-            assert all(torch.equal(got[name], wanted[name]) for name in wanted)

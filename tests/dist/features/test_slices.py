@@ -494,59 +494,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None
     optimizer.zero_grad()
 
 
-class Average(nn.Module):
-    """timm's ModelEmaV3: https://github.com/huggingface/pytorch-image-models/blob/v1.0.15/timm/utils/model_ema.py"""
-
-    def __init__(self, model: nn.Module, decay: float, foreach: bool) -> None:
-        super().__init__()
-        self.module, self.decay, self.foreach = copy.deepcopy(model).eval(), decay, foreach
-
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        averages, values = [], []
-        for average, value in zip(self.module.state_dict().values(), model.state_dict().values(), strict=True):
-            if not average.is_floating_point():
-                average.copy_(value)
-            elif self.foreach:
-                averages.append(average)
-                values.append(value)
-            else:
-                average.lerp_(value.to(device=average.device), weight=1.0 - self.decay)
-        if self.foreach:
-            torch._foreach_lerp_(averages, values, weight=1.0 - self.decay)
-
-
-@pytest.mark.parametrize(("strategy", "foreach"), [("node=3", True), ("node=0", False)])
+@pytest.mark.parametrize(("strategy", "decay"), [("node=3", None), ("node=3", 0.9), ("node=0", 0.9)])
 @on_ranks(2)
-def test_a_moving_average_of_state_dicts(strategy, foreach):
-    plain, model = net(), sharded(0, strategy)
-    averages = [Average(net(1), 0.9, foreach) for _ in range(3)]
-    for average, layout in zip(averages[1:], (strategy, "node=0"), strict=True):
-        zm.shard(average.module, mesh(), layout, units=[nn.Linear], bucket_bytes=0)
-    for each, average in zip((plain, model), averages, strict=False):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for step in range(3):
-            train(each, optimizer, step)
-            average.update(each)
-    for theirs, ours in zip(*(average.module.parameters() for average in averages[:2]), strict=True):
-        close(ours, theirs)
-    x = torch.ones(2, 7).double()
-    close(averages[1].module(x), averages[0].module(x))  # the new values are computed with
-    if strategy != "node=0":
-        with pytest.raises(OptimizerError, match=r"cannot be combined rank by rank.*zm\.copy_values"):
-            averages[2].update(model)
-    with pytest.raises(ModelError, match=r"cannot be copied.*before zm\.shard"):
-        Average(model, 0.9, foreach)
-
-
-@pytest.mark.parametrize("decay", [None, 0.9])
-@on_ranks(2)
-def test_torchs_averaged_model_is_sharded_as_the_trained_one(decay):
+def test_torchs_averaged_model_is_sharded_as_the_trained_one(strategy, decay):
     plain, base = net(), net()
     options: dict[str, Any] = {} if decay is None else {"multi_avg_fn": get_ema_multi_avg_fn(decay)}
     expected, average = AveragedModel(plain, **options), AveragedModel(base, **options)
-    model = zm.shard(base, mesh(), "node=3")
-    zm.shard(average.module, mesh(), "node=3")
+    model = zm.shard(base, mesh(), strategy)
+    zm.shard(average.module, mesh(), strategy)
     for each, kept_average in ((plain, expected), (model, average)):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         for step in range(4):
@@ -558,16 +513,6 @@ def test_torchs_averaged_model_is_sharded_as_the_trained_one(decay):
     torch.testing.assert_close(average(x), expected(x))
     with pytest.raises(ModelError, match=r"cannot be copied.*before zm\.shard"):
         AveragedModel(model)
-
-
-@on_ranks(4)
-def test_a_frozen_average_is_divided_otherwise():
-    model, average = net(), net()
-    zm.shard(model, mesh(), "node=3,cluster=1")
-    zm.shard(average.requires_grad_(False), mesh(), "node=3,cluster=1")
-    mine, theirs = list(average.parameters()), list(model.parameters())
-    with torch.no_grad(), pytest.raises(OptimizerError, match=r"cluster=1, frozen and .*cluster=1: each rank holds"):
-        torch._foreach_lerp_(mine, theirs, 0.5)
 
 
 # ---- steps of optimizers

@@ -55,18 +55,15 @@ def build(kind: str = "llama") -> Any:
     if kind == "experts":
         return hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=3))
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, tie_word_embeddings=kind == "tied"))
-    if kind not in ("lora", "bf16 base"):
+    if kind != "lora":
         return model
     import peft
 
-    if kind == "bf16 base":
-        model = model.bfloat16()  # PEFT then has adapters of fp32
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT's, of functions that transformers has under new names
-        # A trained copy of bf16 would sum its gradients in that, in plain training.
-        trained = ["lm_head"] if kind == "lora" else None
-        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=trained))
+        return peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["lm_head"])
+        )
 
 
 def samples(count: int = 24, *, seed: int = 1, uneven: bool = True) -> list[dict[str, torch.Tensor]]:

@@ -93,38 +93,6 @@ def test_losses_are_those_of_plain_training(tmp_path):
             torch.testing.assert_close(value, state[name], rtol=0, atol=2e-6)
 
 
-def accumulated_by_hand(loop: Loop, steps: int) -> Curve:
-    """As in a script without `accumulate`: the first of two micro-batches under `no_sync`."""
-    found, batches = [], iter(loop.loader)
-    loop.model.train()
-
-    def backward() -> float:
-        loss = loop.model(**next(batches)).loss / 2
-        loop.accelerator.backward(loss)
-        return loop.accelerator.reduce(loss.detach(), "mean").item()
-
-    for step in range(1, steps + 1):
-        with loop.accelerator.no_sync(loop.model):
-            loss = backward()
-        loss += backward()
-        norm = loop.accelerator.clip_grad_norm_(loop.model.parameters(), CLIP)
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-        found.append((step, loss, float(norm)))
-    return found
-
-
-@on_ranks(2)
-def test_no_sync_defers_reductions():
-    expected = plain(lambda: Loop().run(2))
-    with launched():
-        loop = Loop(how=sharding("cluster=1", {"cluster": 2}), gradient_accumulation_steps=1)
-        with zm.traffic_report(loop.model, micro_batches=2) as traffic:
-            assert_same_curve(accumulated_by_hand(loop, 2), expected)
-    lines = traffic.lines(steps=2)
-    assert [line.sent_bytes for line in lines] == [line.predicted_bytes for line in lines] != [0]
-
-
 @on_ranks(2)
 def test_an_optimizer_whose_states_its_constructor_makes():
     options = {"optimizer": functools.partial(torch.optim.Adagrad, initial_accumulator_value=0.1)}

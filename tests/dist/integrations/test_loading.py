@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import zeromesh as zm
-from tests.dist.integrations.hugging import SIZES, arguments, build, curve, launched, samples, sharding
+from tests.dist.integrations.hugging import SIZES, build
 from tests.dist.parity import mesh_of
 from tests.dist.pool import on_ranks
 from zeromesh.checkpoint.safetensors import Stored
@@ -92,31 +92,6 @@ def base(directory: Path, *, whole: bool) -> Any:
     if whole:
         return hf.AutoModelForCausalLM.from_pretrained(directory)
     return zm.from_pretrained(hf.AutoModelForCausalLM, directory)
-
-
-def tuned(directory: Path, *, whole: bool) -> Any:
-    """A curve of LoRA with a trained head, which PEFT copies from the model's."""
-    import peft
-
-    from zeromesh.integrations.transformers import Trainer
-
-    with launched(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        torch.manual_seed(4)
-        adapters = peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["lm_head"])
-        model = peft.get_peft_model(base(directory, whole=whole), adapters)
-        how = sharding("node=3", {"node": 2})
-        trainer = Trainer(model=model, args=arguments(directory, max_steps=2), train_dataset=samples(), sharding=how)
-        trainer.train()
-        return curve(trainer)
-
-
-@on_ranks(2)
-def test_adapters_and_trained_copies_of_modules(tmp_path):
-    if dist.get_rank() == 0:
-        build().save_pretrained(tmp_path)
-    dist.barrier()
-    assert tuned(tmp_path, whole=False) == tuned(tmp_path, whole=True)
 
 
 @pytest.mark.parametrize("strategy", ["node=0", "node=3"])

@@ -301,24 +301,6 @@ def test_blocks_are_compiled_by_themselves(tmp_path):
     assert_same_curve(curve(trainer), expected)
 
 
-@on_ranks(2)
-def test_a_frozen_base_of_low_precision_is_sharded_in_it(tmp_path):
-    from zeromesh.engine.api import engine_of
-
-    expected = plain(lambda: curve(trained(tmp_path / "plain", "bf16 base", max_steps=2)))
-    with launched():
-        trainer = trained(tmp_path, "bf16 base", sharding("node=3", {"node": 2}), max_steps=2)
-    assert_same_curve(curve(trainer), expected)
-    buffers = [buffer for unit in engine_of(trainer.model).units for buffer in unit.buffers]
-    kinds = {(buffer.spec.trainable, buffer.params.dtype, buffer.master is None) for buffer in buffers}
-    assert kinds == {(False, torch.bfloat16, True), (True, torch.float32, False)}
-    assert all(
-        buffer.grads is None and buffer.params.numel() * 2 == buffer.padded
-        for buffer in buffers
-        if not buffer.spec.trainable
-    )
-
-
 @pytest.mark.parametrize("strategy", ["node=3", "host=3,node=0"])
 @on_ranks(2)
 def test_ranks_generate_unequal_lengths(tmp_path, strategy):

@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -30,7 +29,6 @@ from tests.dist.owners.test_parity import (
 )
 from tests.dist.parity import close, same_params
 from tests.dist.pool import Pool, told_by_first
-from zeromesh.errors import CheckpointError
 
 RANKS = 4
 SAVED, LAST = 1, 2
@@ -119,19 +117,6 @@ def test_plain_torch_goes_on(pool: Pool, tmp_path: Path) -> None:
         for key, value in expected.optimizers["LAMB"].state.get(theirs, {}).items():
             close(optimizer.state[ours][key], value, f"{key} of {name}")
     assert [group["step"] for group in optimizer.param_groups] == [SAVED, SAVED]
-
-
-def load_factors_into_slices(path: Path) -> None:
-    model = shard(net(), (4,), "node=3")
-    trained = [param for param in model.parameters() if param.requires_grad]
-    slices = zm.elementwise(optim.Adafactor(trained))  # which is not so
-    with zm.Checkpoints(path, model, slices) as checkpoints, pytest.raises(CheckpointError, match="must have shape"):
-        checkpoints.load()
-
-
-def test_states_of_other_shapes_do_not_go_to_slices(pool: Pool, tmp_path: Path) -> None:
-    pool.run(4, save, tmp_path, "Adafactor")
-    pool.run(4, load_factors_into_slices, tmp_path)
 
 
 def state_dicts() -> None:

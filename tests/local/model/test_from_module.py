@@ -138,28 +138,6 @@ def test_any_module_is_cut_and_counted() -> None:
     assert shares == [[0.0, 0.5], [0.0, 1.0]]  # the first has inputs with gradients that were made without
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(100, 32)
-        self.layers = nn.ModuleList(nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32)) for _ in range(3))
-        self.head = nn.Linear(32, 100)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.embedding(ids)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return self.head(hidden)  # type: ignore[no-any-return]
-
-
-def test_rms_norm_keeps_what_an_accelerator_keeps() -> None:
-    """Its input and 4 bytes a row; the CPU's own keeps two copies in fp32. Beside it lies the product's input."""
-    model = from_module(Normed(), seq_len=97, dtype="bf16")
-    (block,) = (unit for unit in model.units if unit.kind is UnitKind.BLOCK)
-    assert block.activations.saved_none.at(97) == 2 * 32 + 4 + 2 * 32
-    assert block.count == 3
-
-
 class Mirrored(torch.autograd.Function):
     """A product whose backward computes one gradient where autograd would compute two."""
 

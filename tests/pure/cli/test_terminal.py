@@ -24,7 +24,6 @@ BASE = [
     *("--model", "llama-7b", "--cluster", "frontier-mi250x", "--world", "64", "--seq-len", "4096"),
     *("--global-batch-tokens", "1048576", "--micro-batch", "1", "--activation-checkpointing", "full"),
 ]
-STRATEGY = "package=3,node[2]=3,node[2]=2,cluster[4]=2,cluster[*]=0"
 
 
 def in_terminal(*arguments: str, erased: bool = False) -> tuple[int, list[str]]:
@@ -89,27 +88,6 @@ def test_a_plan_breaks_no_name_and_drops_no_memory() -> None:
     names = [name for name in names_of(lines) if name.startswith("package=")]
     assert names and all(name.count("cluster") >= 1 for name in names)  # whole to their last axis
     assert any(line.startswith("  what if cluster.bandwidth=2x: package=") for line in lines)
-
-
-def test_simulate_names_axes_as_the_strategy_and_fails_where_it_does_not_fit() -> None:
-    code, lines = in_terminal("simulate", *BASE, "--strategy", STRATEGY)
-    text = " ".join(lines)
-    assert code == 0 and max(map(len, lines)) <= COLUMNS and f"  {STRATEGY}" in lines
-    for axis in ("package (2 ranks, stage 3)", "node[2] (2 ranks, stage 3)", "node[2]#2 (2 ranks, stage 2)"):
-        assert axis in text
-    assert "cluster[4] (4 ranks, stage 2)" in text and "cluster[2] (2 ranks, stage 0)" in text and "[0]" not in text
-    code, lines = in_terminal("simulate", *BASE, "--strategy", "package=0,node=0,cluster=0")
-    assert code == 1 and any(line.startswith("  ") and line.endswith("recomputation full") for line in lines)
-    assert "does not fit" in " ".join(lines) and max(map(len, lines)) <= COLUMNS
-
-
-def test_errors_are_wrapped_by_words() -> None:
-    too_large = ("--model", "llama-65b", "--world", "8", "--global-batch-tokens", "32768", "--host", "none")
-    code, lines = in_terminal("plan", *BASE, *too_large)
-    assert code == 2 and max(map(len, lines)) <= COLUMNS
-    text = " ".join(lines)
-    assert text.startswith("zeromesh: llama-65b fits on 8 x MI250X") and "devices of this kind would do" in text
-    assert len([line for line in lines if line]) > 1
 
 
 def test_progress_is_shown_in_a_terminal_alone(zeromesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:

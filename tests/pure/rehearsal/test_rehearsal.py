@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zeromesh.cli.app import main
 from zeromesh.cost.collective import CollectiveCost
 from zeromesh.errors import InputError
 from zeromesh.rehearsal import launch
@@ -195,13 +193,3 @@ def test_what_is_refused(overrides: list[str], options: dict[str, Any], message:
         rehearse_config(DEMO, overrides, **options)
     with pytest.raises(AssertionError, match="a process was started"):  # by a mesh that may be re-sized
         rehearse_config(DEMO, ["faults.resize=true"], world=64)
-
-
-def test_the_command_says_it_once_and_exits_with_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["zeromesh", "rehearse", str(DEMO), "--world", "7"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2
-    assert capsys.readouterr().err.count("zeromesh: mesh cluster=2 x node=2 has 4 ranks") == 1

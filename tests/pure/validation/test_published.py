@@ -31,17 +31,6 @@ def test_amsps_choices_come_out(model: str, world: int, choice: str, bucket_byte
     assert chosen(amsp(model, world, assumptions=Assumptions(bucket_bytes=bucket_bytes))) == choice
 
 
-def test_amsps_gradients_sharded_further_cost_all_micro_batches_but_the_last() -> None:
-    """T_g of its section IV-C: (M - 1) all-reduces of the gradients, inside the node as (1,8,8) has them."""
-    extra = []
-    for world in (1024, 512, 256):  # 1, 2, 4 micro-batches
-        times = {row.name: row.objective_s for row in amsp("llama-7b", world)}
-        extra.append(times["(1,8,8)"] - times["(1,1,8)"])
-    assert extra[0] == pytest.approx(0.0, abs=1e-12)
-    assert extra[2] == pytest.approx(3 * extra[1])
-    assert extra[1] > 2 * 7 / 8 * 2 * 6738415616 / 200e9  # the time of the bytes at NVLink's rate
-
-
 def test_amsps_memory_and_space() -> None:
     """2/8 + 2/8 + 12/32 bytes of state and 4/8 of temporaries a parameter; 24 of activations per layer's output."""
     best = amsp("amsp-30b", 32)[0]
