@@ -779,14 +779,13 @@ def plainly(case: Case) -> Plainly:
     return Plainly(model=model, optimizer=optimizer, steps=steps)
 
 
-def check_case(strategy: str, case: Case, *shape: int, before_step: Callable[[], None] = lambda: None) -> None:
+def check_case(strategy: str, case: Case, *shape: int) -> None:
     """Trains with `strategy` on a mesh of `shape` (innermost first) and compares: see the module.
 
     Args:
         strategy: as for `zm.shard`.
         case: the training.
         shape: of the mesh, innermost first.
-        before_step: called between the comparison of gradients and the optimizer's step; for faults.
     """
     plain = kept(plainly, case)
     with sharded(strategy, case, mesh_of(*shape, device=case.device)) as (model, optimizer):
@@ -803,7 +802,6 @@ def check_case(strategy: str, case: Case, *shape: int, before_step: Callable[[],
             slices = comparison.slices() if first and case.precision != "fp64" else {}
             norm = float(zm.clip_grad_norm_(model, clip))
             comparison.number(f"norm {step}", norm, expected.norm)
-            before_step()
             optimizer.step()
             optimizer.zero_grad()
             expected.show_params(plain.model)

@@ -42,13 +42,6 @@ def test_the_presets_are_all_there():
     assert len(LOSSLESS) == 18
 
 
-@on_ranks(4)
-def test_calls_order_and_bytes_of_presets():
-    """Those of further presets: `test_record`."""
-    for strategy in (*LOSSLESS[::6], "node=3,cluster=1", "node=3,cluster=3"):
-        require_scheduled(*observe(strategy, Case(precision="fp32"), 2, 2))
-
-
 @on_ranks(6)
 def test_calls_order_and_bytes_on_an_odd_mesh():
     for strategy in ("node=0,cluster=2", "node=3,cluster=0;prefetch=3", "node=2,cluster=3k"):

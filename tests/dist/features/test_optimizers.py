@@ -45,65 +45,6 @@ def test_steps_as_on_plain_parameters(turn):
             check(net(num_blocks=1), strategy, micro_batches=1, make_optimizer=make)
 
 
-def by_name_and_ndim(params: Any, model: nn.Module) -> list[dict[str, Any]]:
-    """Groups as training scripts make them: no decay for vectors, a rate of its own for the head."""
-    named = list(model.named_parameters())
-    head = [p for n, p in named if n.startswith("head")]
-    rest = [p for n, p in named if not n.startswith("head")]
-    return [
-        {"params": head, "lr": 0.1},
-        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": 0.5},
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
-    ]
-
-
-@on_ranks(2)
-def test_groups_by_name_and_ndim():
-    for strategy in ("node=3", "node=0"):
-        pair = Pair(base=net(), strategy=strategy)
-        shapes = {name: tuple(p.shape) for name, p in pair.plain.named_parameters()}
-        assert {name: tuple(p.shape) for name, p in pair.model.named_parameters()} == shapes
-        models = iter((pair.plain, pair.model))
-        pair.train(make_optimizer=lambda p, m=models: optim.AdamW(by_name_and_ndim(p, next(m)), lr=0.01, fused=True))
-
-
-class Several:
-    """Several optimizers behind the methods that `Pair` calls of one."""
-
-    def __init__(self, optimizers: list[optim.Optimizer], every: list[int]) -> None:
-        self.optimizers, self.every, self.steps = optimizers, every, 0
-
-    @property
-    def state(self) -> dict[Any, Any]:
-        return {param: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
-
-    def step(self) -> None:
-        for optimizer, every in zip(self.optimizers, self.every, strict=True):
-            if self.steps % every == 0:
-                optimizer.step()
-        self.steps += 1
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none)
-
-
-@pytest.mark.parametrize("strategy", ONE_AXIS[:2])
-@on_ranks(2)
-def test_several_optimizers_over_their_own_units(strategy):
-    pair = Pair(base=net(), strategy=strategy)
-    models = iter((pair.plain, pair.model))
-
-    def make(params: Any) -> Any:
-        model: Any = next(models)
-        blocks = optim.AdamW(model.blocks.parameters(), lr=0.01)
-        ends = [*model.embed.parameters(), *model.norm.parameters(), *model.head.parameters()]
-        # The second one steps every other time: its units keep their copies while the others' are made anew.
-        return Several([blocks, optim.SGD(ends, lr=0.1, momentum=0.9)], [1, 2])
-
-    pair.train(steps=3, make_optimizer=make)
-
-
 @on_ranks(2)
 def test_zeroed_gradients_and_schedules_of_learning_rates():
     class Scheduled(optim.SGD):

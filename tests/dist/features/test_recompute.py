@@ -172,21 +172,6 @@ def test_checkpoint_wrapper():
         assert [unit.name for unit in engine_of(pair.model).units] == NAMES
 
 
-@pytest.mark.parametrize(
-    ("kind", "reentrant", "strategies"),
-    [("llama", False, ONE_AXIS[2:3]), ("llama", True, ONE_AXIS[:1]), ("t5", True, ONE_AXIS[:1])],
-)
-@on_ranks(2)
-def test_hugging_face_gradient_checkpointing(kind, reentrant, strategies):
-    from tests.dist.features.test_huggingface import build, data_of, loss_of
-
-    def prepare(model: Any) -> None:
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
-        model.train()
-
-    check(build(kind), *strategies, loss_of=loss_of, data_of=partial(data_of, kind), prepare=prepare)
-
-
 # ---- torch.compile
 
 

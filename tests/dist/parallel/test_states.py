@@ -20,7 +20,6 @@ from tests.dist.pool import kept, on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.engine.optim import take_slices
 
-TWO = (2,), 2
 LAYOUTS = {
     "TP 1": ("node=3", (4,), 1, "blocks"),
     "TP 4": ("node=0", (1,), 4, "tensor"),
