@@ -105,12 +105,6 @@ def test_every_mesh_and_strategy_learns_the_same(
             assert step[key] == pytest.approx(expected[key], rel=1e-6), key
 
 
-def test_loss_falls_clearly_in_bf16(pool: Pool, directory: Path) -> None:
-    dtypes = {"dtypes__param": "bf16", "dtypes__reduce": "bf16", "dtypes__grad": "fp32", "dtypes__master": "fp32"}
-    steps = steps_of(pool, config(directory, TWO, "node=3", run__steps=12, eval__every=0, **dtypes))
-    assert steps[-1]["loss"] < 0.6 * steps[0]["loss"], steps
-
-
 def test_the_demo(pool: Pool, tmp_path: Path) -> None:
     """`make demo`, but for its processes and with fewer steps and blocks: from Python's sources to table and page."""
     changes = [f'run.directory="{tmp_path}"', "run.steps=2", "eval.sequences=4", "model.config.num_hidden_layers=2"]

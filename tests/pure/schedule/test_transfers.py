@@ -40,41 +40,6 @@ def stack(numel: int, blocks: int, **changes) -> list[Unit]:
     ]
 
 
-def sent(schedule: Schedule, unit: int, micro_batches: int, **options) -> dict[tuple[str, str], int]:
-    """Bytes of one unit by (axis, P or G)."""
-    total: Counter[tuple[str, str]] = Counter()
-    for index, step in step_transfers(schedule, micro_batches=micro_batches, **options):
-        if index == unit:
-            total[step.axis.name, "P" if step.operation == "all_gather" else "G"] += step.sent_bytes
-    return dict(total)
-
-
-F_NUMEL = 4_000_000
-"""8 MB in bf16, for P and for G."""
-
-
-@pytest.mark.parametrize(
-    ("strategy", "expected"),
-    [
-        ("node=3,cluster=1", {"node": (24, 12), "cluster": (2, 2)}),  # node 2*3*4 + 3*4 = 36 MB, cluster 2 + 2 = 4 MB
-        ("node=3,cluster=3", {"node": (24, 12), "cluster": (12, 6)}),  # P gathers 24 (node) + 12 (cluster), G 12 + 6
-    ],
-)
-def test_the_worked_example(strategy, expected):
-    """MB of P and of G on each axis."""
-    layout = Layout.of(f"{strategy};prefetch=0", [("node", 2), ("cluster", 2)])
-    schedule = Schedule.of(layout, stack(F_NUMEL, blocks=3))
-    whole = {
-        (axis, kind): size * 10**6 for axis, both in expected.items() for kind, size in zip("PG", both, strict=True)
-    }
-    assert sent(schedule, 1, micro_batches=3) == whole
-    # A unit still in its slot where forward turns into backward needs one gather, not two.
-    gathered = {("node", "P")} | ({("cluster", "P")} if strategy.endswith("=3") else set())
-    assert sent(schedule, 3, micro_batches=3) == {k: v // (2 if k in gathered else 1) for k, v in whole.items()}
-    # A recomputed segment no longer than the slots needs no third.
-    assert sent(schedule, 1, micro_batches=3, recompute=True) == whole
-
-
 def closed_formula(mix: tuple[str, ...], numel: int, blocks: int, micro_batches: int) -> dict[str, int]:
     """Bytes of a step on each axis, from the README's table of stages and [Note: Bytes] alone; 2-byte wires, no
     prefetch, so that one block, the last, stays in the slot from forward to backward."""
