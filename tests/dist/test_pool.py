@@ -12,6 +12,7 @@ from tests.dist.pool import Pool, RanksFailed
 
 
 def ranks(scale):
+    dist.barrier()
     return dist.get_rank() * scale, dist.get_world_size()
 
 

@@ -1,7 +1,5 @@
 """Models and their checkpoints on device tensors of four processes: as on the host, and in order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -68,11 +66,14 @@ def test_what_lies_on_the_host_is_saved_and_loaded(tmp_path):
             directory = tmp_path / str(number)
             with Checkpoints(directory, model, optimizer) as checkpoints:
                 checkpoints.open()
-                assert checkpoints._saver is not None and checkpoints._saver._reserving is not None
-                checkpoints._saver._reserving.result()
-                pinned = checkpoints._saver._staging._arena
+                saver, arena = checkpoints._saver, None
+                assert saver is not None
+                if layouts[number] == "node=3":  # none of it lies on the host: all is copied to memory that is pinned
+                    assert saver._reserving is not None
+                    saver._reserving.result()
+                    arena = saver._staging._arena
                 checkpoints.save(2)
-                assert pinned is checkpoints._saver._staging._arena and pinned.memory.is_pinned()
+                assert arena is None or (arena is saver._staging._arena and arena.memory.is_pinned())
                 wanted = zm.full_state_dict(model)
                 train(model, optimizer, 1, first=2)
             other, again = make(PAIR, layout, seed=1, device="simdev")

@@ -1,7 +1,5 @@
 """The virtual device: tensors and words of ranks that no test machine has; `test_rehearse` has models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh

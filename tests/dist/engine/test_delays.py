@@ -3,8 +3,6 @@
 Without a wait the numbers are wrong: `test_faults` and `tests/simdev/test_order.py`, which no clock decides.
 """
 
-from __future__ import annotations
-
 from tests.dist.engine.delays import delays
 from tests.dist.parity import Case, check_case, require_same, trained
 from tests.dist.pool import on_ranks

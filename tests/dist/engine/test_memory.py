@@ -247,24 +247,13 @@ def test_deleting_the_model_frees_everything_at_once(strategy):
     assert recording.steps
     engine.at_rest()
     held = [tensor for unit in engine.units for buffer in unit.buffers for tensor in buffer.persistent().values()]
-    scratch = [tensor for s in engine.backend.scratch.values() for tensor in (s.staging, s.workspace)]
-    threads = engine.backend.lanes.values()
-    watched = [
-        weakref.ref(each)
-        for each in (
-            model,
-            engine,
-            *threads,
-            *held,
-            *engine.backend.working_buffers(),
-            *scratch,
-            *engine.optimizer_params(),
-        )
-    ]
+    held += [tensor for s in engine.backend.scratch.values() for tensor in (s.staging, s.workspace)]
+    held += [*engine.backend.working_buffers(), *engine.optimizer_params()]
+    watched = [weakref.ref(each) for each in (model, engine, *engine.backend.lanes.values(), *held)]
     gc.collect()
     gc.disable()  # memory that only the collector can free is held until it happens to run
     try:
-        del engine, held, scratch, threads, model, optimizer, recording
+        del engine, held, model, optimizer, recording
         alive = [one for ref in watched if (one := ref()) is not None]
         assert not alive, [type(one) for one in alive]
     finally:

@@ -60,24 +60,17 @@ def test_frozen_parameters():
             assert all(b.master is None and b.grads is None and b.waiting is None for b in buffers)
 
 
-class LoRA(nn.Module):
+def lora(base: nn.Linear) -> nn.Module:
     """A frozen linear layer and a trainable update of low rank."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Linear(base.in_features, rank, bias=False)
-        self.b = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.b(self.a(x))
+    a, b = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+    return Part(lambda self, x: self.base(x) + self.b(self.a(x)), base=base.requires_grad_(False), a=a, b=b).double()
 
 
 def with_lora(num_blocks: int = 3) -> Net:
     model = net(num_blocks=num_blocks)
     model.requires_grad_(False)
     for block in model.blocks:
-        block.up, block.down = LoRA(block.up).double(), LoRA(block.down).double()  # type: ignore[assignment]
+        block.up, block.down = lora(block.up), lora(block.down)  # type: ignore[assignment]
     return model
 
 
@@ -112,26 +105,19 @@ def test_changing_what_is_frozen_after_sharding_is_refused():
     model.head.requires_grad_(True)
 
 
-class Freezes(nn.Module):
-    """Freezes or unfreezes its weight in its forward, and lets it be."""
-
-    def __init__(self, trained: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4), requires_grad=trained)
-        self.now: bool | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.now is not None:
-            self.weight.requires_grad = self.now
-        return x * self.weight
-
-
 @pytest.mark.parametrize("strategy", ["node=3", "node=1", "host=3,node=1"])
 @pytest.mark.parametrize("trained", [True, False])
 @on_ranks(2)
 def test_changing_what_is_frozen_inside_a_forward_is_refused(strategy, trained):
     """It would stay, and nobody could change it from outside, where modules show slices."""
-    model = nn.Sequential(nn.Linear(4, 4), *(Freezes(trained) for _ in range(3)))
+
+    def compute(self, x):
+        if self.now is not None:
+            self.weight.requires_grad = self.now
+        return x * self.weight
+
+    weights = [nn.Parameter(torch.ones(4), requires_grad=trained) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(4, 4), *(Part(compute, weight=weight, now=None) for weight in weights))
     zm.shard(model, mesh_of(2), strategy)
     model[2].now = not trained
     with pytest.raises(ModelError, match=rf"2\.weight was {'trainable' if trained else 'frozen'} when zm\.shard"):
@@ -171,25 +157,22 @@ def test_tied_weights():
 # ---- dtypes and sizes
 
 
-class Mixed(nn.Module):
+def mixed() -> nn.Module:
     """fp64 and fp32 parameters in one unit, frozen ones of both dtypes among them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(6, 6).double()
-        self.narrow = nn.Linear(6, 6)
-        self.scale = nn.Parameter(torch.ones(6), requires_grad=False)
-        self.shift = nn.Parameter(torch.zeros(6).double(), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x):
         narrow = self.narrow(self.wide(x).float()) * self.scale
         return torch.tanh(narrow.double() + self.shift) + x
+
+    linear = {"wide": nn.Linear(6, 6).double(), "narrow": nn.Linear(6, 6)}
+    frozen = {"scale": torch.ones(6), "shift": torch.zeros(6).double()}
+    return Part(compute, **linear, **{name: nn.Parameter(value, requires_grad=False) for name, value in frozen.items()})
 
 
 @on_ranks(2)
 def test_dtypes_mixed_in_a_unit():
     torch.manual_seed(0)
-    base = nn.Sequential(Mixed(), Mixed(), Mixed())
+    base = nn.Sequential(mixed(), mixed(), mixed())
     arguments = {"loss_of": mean_square, "data_of": vectors(6), "bound": 2e-6}
     for pair in check(base, *ONE_AXIS, make_optimizer=sgd, **arguments):
         assert {len(unit.buffers) for unit in engine_of(pair.model).units if unit.buffers} == {4}
@@ -197,26 +180,22 @@ def test_dtypes_mixed_in_a_unit():
         assert {name: p.dtype for name, p in found.items()} == {name: p.dtype for name, p in dtypes.items()}
 
 
-class Sizes(nn.Module):
+def sizes() -> nn.Module:
     """Parameters of 0, 1 and 3 elements, a 0-d one, and one whose strides are not contiguous."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.none = nn.Parameter(torch.empty(0, 4))
-        self.scalar = nn.Parameter(torch.tensor(0.5))
-        self.one = nn.Parameter(torch.full((1, 1), 0.5))
-        self.three = nn.Parameter(torch.ones(3))
-        self.turned = nn.Parameter(torch.randn(3, 5).t())
-
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x):
         return torch.tanh(x @ self.turned * self.three * self.one + self.none.sum()) @ self.turned.t() * self.scalar
+
+    values = {"none": torch.empty(0, 4), "scalar": torch.tensor(0.5), "one": torch.full((1, 1), 0.5)}
+    values |= {"three": torch.ones(3), "turned": torch.randn(3, 5).t()}
+    return Unit(compute, **{name: nn.Parameter(value) for name, value in values.items()})
 
 
 @on_ranks(4)
 def test_parameters_smaller_than_the_world():
     torch.manual_seed(0)
     hollow = Unit(lambda self, x: x + self.none.sum(), none=nn.Parameter(torch.empty(0, 4)))  # nothing is gathered
-    base, units = nn.Sequential(Sizes(), nn.Linear(5, 5), hollow, Sizes()).double(), ["Sizes", "Linear", "Unit"]
+    base, units = nn.Sequential(sizes(), nn.Linear(5, 5), hollow, sizes()).double(), ["Linear", "Unit"]
     strategies = ("node=3,cluster=3", "node=2,cluster=1", DEFERRED)
     check(base, *strategies, options={"units": units}, loss_of=mean_square, data_of=vectors(5))
 

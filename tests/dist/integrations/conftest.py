@@ -1,7 +1,5 @@
 """Imports of these tests' ranks take seconds: the server from which the ranks are forked does them once."""
 
-from __future__ import annotations
-
 from tests.dist import pool
 
 pool.PRELOAD += ["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate", "peft", "lightning"]

@@ -198,30 +198,22 @@ def refuses() -> None:
     from zeromesh.integrations.accelerate import Accelerator
 
     how = sharding("node=3", {"node": 2})
-    with launched(), pytest.raises(InputError, match=r"sharding= takes zm.Sharding\(strategy=.*; got 'node=3'"):
-        Accelerator(sharding="node=3")
     with (  # as torchrun starts it where there is no GPU, and nobody says cpu=True
         surroundings(dist.get_rank(), 1),
         pytest.raises(InputError, match=r"the job has 2 ranks, and accelerate splits data among 1: .*cpu=True"),
     ):
         Accelerator(sharding=how)
-    with launched(), pytest.raises(MeshError, match=r"the mesh \(node=4\) has 4 ranks and the job 2"):
-        Accelerator(sharding=sharding("node=3", {"node": 4}))
-    with (
-        launched(),
-        pytest.raises(InputError, match="dynamo_backend cannot be used with sharding=: compile the model's blocks"),
+    wide, uneven = sharding("node=3", {"node": 4}), DataLoaderConfiguration(even_batches=False)
+    plugin = accelerate.FullyShardedDataParallelPlugin()
+    for options, error, message in (
+        ({"sharding": "node=3"}, InputError, r"sharding= takes zm.Sharding\(strategy=.*; got 'node=3'"),
+        ({"sharding": wide}, MeshError, r"the mesh \(node=4\) has 4 ranks and the job 2"),
+        ({"dynamo_backend": "eager"}, InputError, "dynamo_backend cannot be used with sharding=: compile the model's"),
+        ({"dataloader_config": uneven}, InputError, "even_batches=False cannot be used with sharding=: all ranks must"),
+        ({"fsdp_plugin": plugin}, InputError, "fsdp_plugin cannot be used with sharding=: zeromesh shards the model"),
     ):
-        Accelerator(sharding=how, dynamo_backend="eager")
-    with (
-        launched(),
-        pytest.raises(InputError, match="even_batches=False cannot be used with sharding=: all ranks must run"),
-    ):
-        Accelerator(sharding=how, dataloader_config=DataLoaderConfiguration(even_batches=False))
-    with (
-        launched(),
-        pytest.raises(InputError, match="fsdp_plugin cannot be used with sharding=: zeromesh shards the model itself"),
-    ):
-        Accelerator(sharding=how, fsdp_plugin=accelerate.FullyShardedDataParallelPlugin())
+        with launched(), pytest.raises(error, match=message):
+            Accelerator(**({"sharding": how} | options))
     with launched():
         accelerator = Accelerator(sharding=how)
         model = nn.Linear(2, 2)

@@ -1,7 +1,5 @@
 """Clips by libraries of gradients in the host's memory are left to the step there, and are those of plain runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest import mock
 

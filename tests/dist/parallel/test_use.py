@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -26,7 +26,7 @@ from tests.dist.parallel.tensor import (
     params_of,
     sharded,
 )
-from tests.dist.parity import adamw, close, same_params, tokens
+from tests.dist.parity import Part, adamw, close, same_params, tokens
 from tests.dist.pool import kept, on_ranks
 from zeromesh.engine.api import engine_of
 from zeromesh.errors import InputError, MeshError, ModelError
@@ -174,26 +174,19 @@ def test_what_cannot_be_is_refused_on_all_ranks():
             make()
 
 
-class Keeps(nn.Module):
-    """Keeps a parameter, and writes to it when it is told to."""
+@pytest.mark.parametrize("strategy", ["node=3;prefetch=0", "node=1"])
+@on_ranks(4)
+def test_leaves_that_are_kept_or_written_to(strategy):
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.writes = inner, False
-
-    def forward(self, x: Tensor) -> Any:
+    def compute(self, x):
         self.kept = [self.inner.weight]
         if self.writes:
             with torch.no_grad():
                 self.inner.weight.mul_(2)
         return self.inner(x)
 
-
-@pytest.mark.parametrize("strategy", ["node=3;prefetch=0", "node=1"])
-@on_ranks(4)
-def test_leaves_that_are_kept_or_written_to(strategy):
     net, mesh = divide(build(), mesh_of(2)["tp"], "tensor"), mesh_of(2)
-    keeping = [Keeps(block.up) for block in net.blocks]
+    keeping: list[Any] = [Part(compute, inner=block.up, writes=False) for block in net.blocks]
     for block, keeps in zip(net.blocks, keeping, strict=True):
         block.up = keeps
     model: Any = zm.shard(net, mesh["node"], strategy, **FP64)

@@ -1,7 +1,5 @@
 """Which of our modules a plain `zm.shard` loads: the core, and nothing that plans."""
 
-from __future__ import annotations
-
 from tests.forks import run_python
 
 SCRIPT = """

@@ -1,7 +1,5 @@
 """Parts of the loop: how batches reach a device, and the learning rate of a step."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -3,8 +3,6 @@
 all_reduce.py NUM_ELEMENTS
 """
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Owns a lab until it is killed. Prints the lab's name, then the process numbers of a rank and of a daemon of its."""
 
-from __future__ import annotations
-
 from lab import Lab
 
 with Lab("2@200mbit,1") as lab:

@@ -218,19 +218,7 @@ def test_plan_and_simulate_take_degrees(zeromesh: Any, tmp_path: Path) -> None:
 
 def test_the_answer_says_what_two_blocks_ahead_take(zeromesh: Any) -> None:
     """Where parameters are gathered over two axes, which then work at once."""
-    once = [
-        "simulate",
-        "--model",
-        "llama-7b",
-        "--cluster",
-        "b200-8x-efa",
-        "--world",
-        "64",
-        "--seq-len",
-        "4096",
-        "--global-batch-tokens",
-        "262144",
-    ]
+    once = ["simulate", *BASE, *["--cluster", "b200-8x-efa", "--global-batch-tokens", "262144"]]
     _, one, _ = zeromesh(*once, "--strategy", "node=3,cluster=3")
     _, two, _ = zeromesh(*once, "--strategy", "node=3,cluster=3;prefetch=2", "--json")
     assert f"(;prefetch=2), the step would take {json.loads(two)['step_s']:.4g} s" in " ".join(one.split())

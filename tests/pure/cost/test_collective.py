@@ -115,17 +115,6 @@ def test_cost_is_positive_and_monotone_in_bytes(shape, operation, algorithm, one
     assert no_less(seconds(shape, operation, algorithm, more, kind), seconds(shape, operation, algorithm, less, kind))
 
 
-@given(SHAPES, st.sampled_from(OPERATIONS), st.sampled_from(ALGORITHMS), SIZES, st.data())
-def test_more_latency_never_helps_and_more_bandwidth_never_hurts(shape, operation, algorithm, size_bytes, data):
-    index = data.draw(st.integers(0, len(shape) - 1))
-    n, bandwidth, latency = shape[index]
-    faster = [*shape[:index], (n, bandwidth * 2, latency), *shape[index + 1 :]]
-    slower = [*shape[:index], (n, bandwidth, latency + 1e-5), *shape[index + 1 :]]
-    now = seconds(shape, operation, algorithm, size_bytes)
-    assert no_less(now, seconds(faster, operation, algorithm, size_bytes))
-    assert no_less(seconds(slower, operation, algorithm, size_bytes), now)
-
-
 @given(SHAPES, st.sampled_from(OPERATIONS), st.sampled_from(ALGORITHMS), st.floats(0, 1e9), st.data())
 def test_more_members_never_make_it_faster(shape, operation, algorithm, shard_bytes, data):
     """With the shard fixed (the buffer grows with the ranks), as when a model stays and the cluster grows."""

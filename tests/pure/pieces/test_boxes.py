@@ -1,7 +1,5 @@
 """A flat slice is covered exactly by at most 2N - 1 boxes, and boxes become slices again."""
 
-from __future__ import annotations
-
 from itertools import product
 from math import prod
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
 from collections import Counter
 
 import pytest
@@ -15,15 +13,13 @@ from zeromesh.errors import InputError
 from zeromesh.model.presets import preset as model_preset
 from zeromesh.model.spec import ModelSpec, Recomputation
 from zeromesh.parallel import WHOLE
-from zeromesh.pieces.owners import BUCKET_BYTES, choose_owners, newton_schulz_flops
+from zeromesh.pieces.owners import BUCKET_BYTES, newton_schulz_flops
 from zeromesh.planner.search import Options, search
 from zeromesh.planner.workload import Workload
-from zeromesh.schedule.program import Schedule
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.owned import OwnedTensors
 from zeromesh.simulator.run import Setup, simulate
 from zeromesh.simulator.workload import FixedWorkload
-from zeromesh.strategy import Layout
 from zeromesh.units import format_bytes
 
 LLAMA = model_preset("llama-7b")
@@ -59,26 +55,6 @@ def one(run: Setup) -> OwnedTensors:
 def sent(strategy: str, optimizer: str, ownership: str = "slices") -> dict[str, float]:
     found = simulate(LLAMA, A800.take(16), strategy, work(optimizer, 16, ownership=ownership))
     return {axis.axis: axis.bytes_sent_per_device for axis in found.axes}
-
-
-@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=0,cluster=1", "node=0,cluster=0"])
-def test_bytes_are_what_lies_elsewhere_than_its_owner(strategy: str) -> None:
-    owned = one(setup(strategy, 16))
-    assert owned.numel == MATRICES
-    layout = Layout.of(strategy, A800.take(16).axes)
-    ranks = layout.degree(layout.significant)
-    expected: Counter[str] = Counter()
-    for tensor, owner in zip(owned.tensors, owned.owners.rank_of, strict=True):
-        for _, home, _, start, stop in tensor.shares(ranks):
-            at, goal = home, owner
-            for axis in reversed(layout.significant):
-                (at, here), (goal, there) = divmod(at, axis.size), divmod(goal, axis.size)
-                expected[axis.name] += (stop - start) * (here != there)
-    muon, adamw = sent(strategy, "muon"), sent(strategy, "adamw")
-    for axis in layout.axes:
-        # An average rank's share, rounded up in each bucket: fp32 gradients there, masters back.
-        each = 8 * expected[axis.name] / ranks
-        assert muon[axis.name] - adamw[axis.name] == pytest.approx(each, abs=8 * len(owned.buckets))
 
 
 def test_time_is_the_longest_owners_and_what_is_not_hidden() -> None:
@@ -142,22 +118,6 @@ def test_bytes_of_adamw_and_amsps_owners() -> None:
         simulate(LLAMA, A800.take(16), "node=3,cluster=1", work("muon", 16), engine="amsp")
 
 
-def test_placements_are_those_of_the_schedule() -> None:
-    """Matrices lie inside their units' buffers, in order, apart. AdamW by owners beside Muon has all other tensors."""
-    run = setup("node=3,cluster=1", 16)
-    assert isinstance(run.schedule, Schedule)
-    tensors = one(run).tensors
-    by_length = Counter(tensor.padded for tensor in tensors)
-    blocks = [p for unit in run.schedule.placed for p in unit if p.padded in by_length]
-    assert sum(by_length.values()) == 224 and len(blocks) == 32
-    for first, second in itertools.pairwise(tensors):
-        assert second.start == 0 or first.start + math.prod(first.shape) <= second.start
-        assert second.start + math.prod(second.shape) <= second.padded
-    muon, adamw = setup("node=3,cluster=1", 16, "muon", "owners").owned
-    assert muon.numel == MATRICES and muon.numel + adamw.numel == LLAMA.num_trainable
-    assert not {tensor.name for tensor in muon.tensors if "norm" in tensor.name}
-
-
 @pytest.mark.parametrize(("optimizer", "ownership"), [("muon", "slices"), ("adamw", "owners")])
 def test_a_plan_is_the_best_of_all(optimizer: str, ownership: str) -> None:
     """A search with bounds finds the same as simulating every layout."""
@@ -170,35 +130,6 @@ def test_a_plan_is_the_best_of_all(optimizer: str, ownership: str) -> None:
     fixed = workload.fixed(2, Recomputation.NONE)
     every = [simulate(GPT2, cluster, f"node={node},cluster={outer}", fixed) for node in "0123" for outer in "0123"]
     assert found.bound_s <= found.best.step_s <= min(each.step_s for each in every) * (1 + 1e-9)
-
-
-def test_amsps_owners_are_ours_and_their_tensors_are_the_state_shard() -> None:
-    """One choice, of the same tensors; ranks with parts of tensors own parts. No bytes more for it: sums and broadcasts
-    are the engine's own. Memory and seconds are those of the owner with the most, where slices have the mean's."""
-    world = 64
-    whole, parts = (
-        setup(strategy, world, "adamw", engine="amsp") for strategy in ("node=1,cluster=1", "node=3,cluster=1")
-    )
-    for run, params in ((whole, 1), (parts, 8)):
-        owned = one(run)
-        assert owned.numel == LLAMA.num_trainable and run.optimizer_seconds() == pytest.approx(0, abs=1e-12)
-        copies = Layout.of("node=1,cluster=1", [("node", world // params), ("cluster", 1)])
-        assert owned.owners == choose_owners(
-            copies, owned.tensors, [float(t.numel) for t in owned.tensors], anywhere=True
-        )
-        held = Counter[int]()
-        for tensor, owner in zip(owned.tensors, owned.owners.rank_of, strict=True):
-            held[owner] += tensor.numel
-        most, mean = max(held.values()) / params, LLAMA.num_trainable / world
-        assert owned.buckets[0].step_s == pytest.approx(run.compute.optimizer(most))
-        assert run.memory(0.0).optimizer == pytest.approx(12 * most, rel=1e-5)
-        assert owned.share.balance == pytest.approx(most / mean)
-    assert one(whole).share.balance > 1.2 > 1.01 > one(parts).share.balance
-    steps = [
-        simulate(LLAMA, A800.take(world), "node=1,cluster=1", work("adamw", world, ownership=ownership), engine="amsp")
-        for ownership in ("slices", "owners")
-    ]
-    assert steps[0] == steps[1]
 
 
 def test_experts_are_batches_of_matrices() -> None:
@@ -228,21 +159,12 @@ def test_memory_that_does_not_fit_says_by_how_much() -> None:
     """Which rank holds most of which kind, the need of slices, and the excess in all."""
     big = model_preset("llama3-70b")
     found = simulate(big, A800.take(64), "node=0,cluster=1", work("adamw", 64, ownership="owners"))
-    (share,) = found.owners
-    lines = found.notes()
-    assert len(lines) == 2 and not found.fits
-    assert re.fullmatch(
-        r"adamw by owners: 723 tensors on 8 ranks; the busiest has 1\.0\d times the mean's work \(no choice is below "
-        r"1\.00\); rank \d of them holds most, [\d.]+ GB of states and values \(adamw on slices: 70\.6 GB\)",
-        lines[0],
-    )
+    (share,), (owners, excess) = found.owners, found.notes()
+    assert not found.fits and owners.startswith("adamw by owners: 723 tensors on 8 ranks; the busiest has 1.0")
+    assert f"rank {share.fullest} of them holds most" in owners and "(adamw on slices: 70.6 GB)" in owners
     assert share.held_bytes == max(one(setup("node=0,cluster=1", 64, "adamw", "owners", model=big)).held_bytes)
-    over = found.memory.total - found.memory_limit_bytes
-    assert lines[1].startswith(
-        f"does not fit: {format_bytes(found.memory.total)} per device are needed and 73.6 GB are "
-    )
-    assert f"usable, {format_bytes(over)} too much; owners hold up to " in lines[1]
-    assert lines[1].endswith("more than slices would: shard states over more ranks, or leave adamw on slices")
+    over = format_bytes(found.memory.total - found.memory_limit_bytes)
+    assert excess.startswith("does not fit: ") and f" 73.6 GB are usable, {over} too much; owners hold up to" in excess
     slices = simulate(big, A800.take(64), "node=0,cluster=1", work("adamw", 64))
-    assert slices.notes()[0].endswith("too much") and found.to_json()["owners"][0]["fullest"] == share.fullest
+    assert slices.notes()[0].endswith("too much")
     assert not simulate(LLAMA, A800.take(64), "node=3,cluster=1", work("adamw", 64)).notes()

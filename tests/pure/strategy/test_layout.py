@@ -6,7 +6,6 @@ import itertools
 import json
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -64,26 +63,6 @@ def test_shards_cover_exactly(layout, numel):
         for coordinates, outer in zip(ranks(layout), held, strict=True):
             state = layout.shard(padded, layout.significant, coordinates)
             assert outer.start <= state.start <= state.stop <= outer.stop
-
-
-@given(layouts(), st.integers(1, 60))
-def test_gathering_shards_axis_by_axis_restores_the_buffer(layout, numel):
-    """Least significant axis first: the ranks that differ on that axis alone hold neighbouring pieces."""
-    padded = layout.padded(numel)
-    everyone = ranks(layout)
-    pieces = [list(range(*layout.shard(padded, layout.significant, c).indices(padded))) for c in everyone]
-    for axis in reversed(layout.significant):
-        lines: dict[Any, list[tuple[int, int]]] = {}
-        for rank, coordinates in enumerate(everyone):
-            key = tuple(sorted((k, v) for k, v in coordinates.items() if k != axis.name))
-            lines.setdefault(key, []).append((coordinates[axis.name], rank))
-        gathered = list(pieces)
-        for line in lines.values():
-            whole = [element for _, rank in sorted(line) for element in pieces[rank]]
-            for _, rank in line:
-                gathered[rank] = whole
-        pieces = gathered
-    assert all(piece == list(range(padded)) for piece in pieces)
 
 
 @given(layouts())
