@@ -20,7 +20,7 @@ from tests.pure.strategy.mixes import mixes, notation
 from zeromesh.errors import InternalError
 from zeromesh.schedule.interpreter import Interpreter
 from zeromesh.schedule.program import Schedule
-from zeromesh.schedule.state import Reducing
+from zeromesh.schedule.state import Backward, Reducing
 from zeromesh.schedule.step import Counted, run_micro_batch
 from zeromesh.schedule.unit import FlatBuffer, Role, Unit
 from zeromesh.strategy import Layout
@@ -152,6 +152,20 @@ def test_units_are_reduced_as_the_backward_leaves_them(strategy):
         run.grads(unit)
         reduced.append([sent for sent, *_ in run.backend.sent])
     assert reduced == [[], [5], [5, 4], [5, 4, 3], [5, 4, 3, 2]]
+
+
+@pytest.mark.parametrize("strategy", ["node=3,cluster=1", "node=3d,cluster=1", "node=2,cluster=2"])
+def test_a_unit_whose_turn_had_passed_is_entered_once_more(strategy):
+    """Autograd comes to it after one that was called before it."""
+    run = script(of(strategy), True)
+    calls = {call.unit: call for call in run.forward(EVERYTHING)}
+    run.interpreter.begin_backward(Backward(last=True))
+    for unit in (0, 4, 2, 3, 1):
+        run.interpreter.pre_backward(calls[unit])
+        run.backend.require_valid(unit)
+        run.grads(unit)
+    run.interpreter.end_backward()
+    assert run.backend.reduced == run.expected
 
 
 class Slow(Counted):
