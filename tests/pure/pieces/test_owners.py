@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.pure.strategy.mixes import NAMES, mixes, notation
 from zeromesh.pieces.boxes import runs_of
 from zeromesh.pieces.owners import Owners, Placement, Share, across, choose_owners, cut, newton_schulz_flops
-from zeromesh.pieces.passage import Part, passage
+from zeromesh.pieces.passage import Part, bucket_of, passage
 from zeromesh.pieces.region import Region
 from zeromesh.strategy import Layout
 
@@ -226,6 +226,32 @@ def test_every_part_comes_to_its_owner(case: tuple[Layout, list[Placement], list
                 at = hop.target
             assert at == part.owner == mirrors[copy]
             assert len({hop.axis for hop in part.hops}) == len(part.hops)
+
+
+@given(cases())
+def test_bytes_are_what_lies_elsewhere_than_the_owner(case: tuple[Layout, list[Placement], list[float]]) -> None:
+    """Over each axis all ranks of a copy send together the elements with another index on it than their owner: there
+    the gradient, and anew the value; back the value."""
+    layout, tensors, costs = case
+    owners = choose_owners(layout, tensors, costs)
+    parts = passage(layout, tensors, owners.rank_of)
+    ranks = layout.degree(layout.significant)
+    dtypes = [("fp32", "fp64")] * len(tensors)
+    sent = {name: Counter[str]() for name in ("there", "back", "anew")}
+    for rank in range(ranks):
+        bucket = bucket_of(layout, tensors, parts, rank, dtypes)
+        for name, total in sent.items():
+            for shipment in getattr(bucket, name):
+                total[shipment.axis.name] += shipment.sent_bytes
+    expected: Counter[str] = Counter()
+    for tensor, owner in zip(tensors, owners.rank_of, strict=True):
+        for share in tensor.shares(ranks):
+            home, there_is = share.rank, tensor.mirrors(owner, ranks)[share.copy]
+            for axis in reversed(layout.significant):
+                (home, here), (there_is, goal) = divmod(home, axis.size), divmod(there_is, axis.size)
+                expected[axis.name] += (here != goal) * len(elements(share, tensor.shape))
+    for name, width in (("there", 4), ("back", 8), ("anew", 8)):
+        assert +sent[name] == +Counter({axis: width * count for axis, count in expected.items()})
 
 
 def test_owners_are_near_their_slices() -> None:
