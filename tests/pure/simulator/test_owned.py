@@ -13,13 +13,14 @@ from zeromesh.errors import InputError
 from zeromesh.model.presets import preset as model_preset
 from zeromesh.model.spec import ModelSpec, Recomputation
 from zeromesh.parallel import WHOLE
-from zeromesh.pieces.owners import BUCKET_BYTES, newton_schulz_flops
+from zeromesh.pieces.owners import BUCKET_BYTES, choose_owners, newton_schulz_flops
 from zeromesh.planner.search import Options, search
 from zeromesh.planner.workload import Workload
 from zeromesh.simulator.division import Division
 from zeromesh.simulator.owned import OwnedTensors
 from zeromesh.simulator.run import Setup, simulate
 from zeromesh.simulator.workload import FixedWorkload
+from zeromesh.strategy import Layout
 from zeromesh.units import format_bytes
 
 LLAMA = model_preset("llama-7b")
@@ -130,6 +131,35 @@ def test_a_plan_is_the_best_of_all(optimizer: str, ownership: str) -> None:
     fixed = workload.fixed(2, Recomputation.NONE)
     every = [simulate(GPT2, cluster, f"node={node},cluster={outer}", fixed) for node in "0123" for outer in "0123"]
     assert found.bound_s <= found.best.step_s <= min(each.step_s for each in every) * (1 + 1e-9)
+
+
+def test_amsps_owners_are_ours_and_their_tensors_are_the_state_shard() -> None:
+    """One choice, of the same tensors; ranks with parts of tensors own parts. No bytes more for it: sums and broadcasts
+    are the engine's own. Memory and seconds are those of the owner with the most, where slices have the mean's."""
+    world = 64
+    whole, parts = (
+        setup(strategy, world, "adamw", engine="amsp") for strategy in ("node=1,cluster=1", "node=3,cluster=1")
+    )
+    for run, params in ((whole, 1), (parts, 8)):
+        owned = one(run)
+        assert owned.numel == LLAMA.num_trainable and run.optimizer_seconds() == pytest.approx(0, abs=1e-12)
+        copies = Layout.of("node=1,cluster=1", [("node", world // params), ("cluster", 1)])
+        assert owned.owners == choose_owners(
+            copies, owned.tensors, [float(t.numel) for t in owned.tensors], anywhere=True
+        )
+        held = Counter[int]()
+        for tensor, owner in zip(owned.tensors, owned.owners.rank_of, strict=True):
+            held[owner] += tensor.numel
+        most, mean = max(held.values()) / params, LLAMA.num_trainable / world
+        assert owned.buckets[0].step_s == pytest.approx(run.compute.optimizer(most))
+        assert run.memory(0.0).optimizer == pytest.approx(12 * most, rel=1e-5)
+        assert owned.share.balance == pytest.approx(most / mean)
+    assert one(whole).share.balance > 1.2 > 1.01 > one(parts).share.balance
+    steps = [
+        simulate(LLAMA, A800.take(world), "node=1,cluster=1", work("adamw", world, ownership=ownership), engine="amsp")
+        for ownership in ("slices", "owners")
+    ]
+    assert steps[0] == steps[1]
 
 
 def test_experts_are_batches_of_matrices() -> None:
