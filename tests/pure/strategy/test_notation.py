@@ -74,6 +74,7 @@ def test_print_is_the_inverse_of_parse(text):
         ("node[8]=3", "node=3"),
         ("node[2]=3,node[2]=3,node[2]=1", "node[4]=3,node[2]=1"),
         ("node[4]=3,node[1]=0,node[2]=1", "node[4]=3,node[2]=1"),
+        ("node[2]=3@int8,node[2]=3", "node[2]=3@int8/,node[2]=3"),
         ("node[2]=3,node[2]=1,node[*]=1", "node[2]=3,node[*]=1"),
         (" node = 3 , cluster = 1 ", "node=3,cluster=1"),
         ("node=3@int8", "node=3@int8/"),
