@@ -437,6 +437,21 @@ def test_a_clip_is_left_to_the_step_or_done_before_somebody_looks(kind, host, lo
     assert passes == [0 if (kind, look) == ("AdamW", "nobody") else 6] * 3
 
 
+@pytest.mark.parametrize("drop", [zm.zero_grad, nn.Module.zero_grad, None])
+@pytest.mark.parametrize("host", ["host=1", "host=2", "host=3", "host[50%]=2"])
+def test_a_clip_without_a_step_is_no_clip_of_later_gradients(host, drop):
+    norms = list[float]()
+    for strategy in None, f"{host},node=0,cluster=0":
+        model = make(None).float()
+        model = model if strategy is None else zm.shard(model, None, strategy)
+        for seed in 1, 2:
+            model(torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+            norms.append(clip(model, 0.1).item())
+            if drop is not None:
+                (drop if strategy else nn.Module.zero_grad)(model)
+    assert norms[:2] == pytest.approx(norms[2:], rel=1e-6)
+
+
 def test_a_clip_is_none_of_gradients_that_are_assigned_after_it():
     """Tried often, since a gradient that is gone leaves its id to another only now and then."""
     model = zm.shard(nn.Linear(5, 5, bias=False), None, HOST)
