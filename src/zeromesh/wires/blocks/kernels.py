@@ -7,8 +7,8 @@ operations: divisions are rounded (`/` is approximate on a device), and products
 (`LAUNCH`). Stochastic rounding draws different, equally uniform noise.
 """
 
-# Triton has no types, compiles functions from their source, and need not be installed. mypy:
-# disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
+# Triton has no types, compiles functions from their source, and need not be installed.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
 
 from __future__ import annotations
 
