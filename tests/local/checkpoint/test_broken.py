@@ -206,11 +206,14 @@ def absurd_index(loaded: Any) -> None:
     entry.chunks[0].sizes = torch.Size((1 << 31, (1 << 31) - 1))
 
 
+MUST_NOT_EXIST = Path(f"/tmp/zeromesh-must-not-exist-{os.getpid()}")
+
+
 class Evil:
     """Runs a command when it is unpickled."""
 
     def __reduce__(self) -> Any:
-        return os.system, ("touch /tmp/zeromesh-must-not-exist",)
+        return os.system, (f"touch {MUST_NOT_EXIST}",)
 
 
 EVIL = pickle.dumps(Evil())
@@ -346,7 +349,7 @@ def test_file_and_reason_are_named(whole: tuple[Path, zm.Checkpoints], theirs: P
     reason = load_or_refuse(whole[1], checkpoint)
     assert re.search(expected, reason), reason
     assert f"{checkpoint}/{file}".rstrip("/") in reason
-    assert not Path("/tmp/zeromesh-must-not-exist").exists()
+    assert not MUST_NOT_EXIST.exists()
 
 
 def test_what_is_whole_loads(whole: tuple[Path, zm.Checkpoints], theirs: Path) -> None:
