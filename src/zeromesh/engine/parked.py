@@ -31,7 +31,7 @@ def parked(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = (), h
     Args:
         model: a sharded model.
         optimizers: optimizers whose states move as well, as CPU tensors inside. Values that owners keep
-            (`zm.by_owner`) and quantised states stay.
+            (`zm.by_owner`), quantised states and memory that numpy shows too stay.
         host: "host=1" moves masters and states, "host=2" also gradients, "host=3" also parameters, slots and workspace.
 
     Raises:
@@ -92,7 +92,10 @@ def parked(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = (), h
 
 
 def _storages(engine: Engine, stage: int) -> tuple[list[UntypedStorage], list[UntypedStorage]]:
-    """Storages of shards that leave the device, and storages that hold nothing between steps; each once."""
+    """Storages of shards that leave the device, and storages that hold nothing between steps; each once.
+
+    torch cannot free memory that numpy or another process shows too: such storages stay.
+    """
     shards = [
         tensor
         for unit in engine.units
@@ -102,4 +105,5 @@ def _storages(engine: Engine, stage: int) -> tuple[list[UntypedStorage], list[Un
     ]
     working = engine.backend.working_buffers() if stage == 3 else []
     kept, dropped = ({t.untyped_storage().data_ptr(): t.untyped_storage() for t in each} for each in (shards, working))
-    return [storage for at, storage in kept.items() if at], [storage for at, storage in dropped.items() if at]
+    kept_ones, dropped_ones = ([s for at, s in each.items() if at and s.resizable()] for each in (kept, dropped))
+    return kept_ones, dropped_ones

@@ -52,6 +52,19 @@ def test_training_goes_on_as_if_nothing_had_moved(strategy):
 
 
 @on_ranks(4)
+def test_memory_that_numpy_shows_stays():
+    """torch cannot resize it. On the host `zm.save_safetensors` shows shards to numpy too."""
+    model, optimizer = make("node=1,cluster=0")
+    train(model, optimizer, 0)
+    before = [param.local.clone() for param in model.parameters()]
+    next(iter(model.parameters())).local.numpy()
+    with zm.parked(model, optimizer):
+        pass
+    assert all(torch.equal(param.local, value) for param, value in zip(model.parameters(), before, strict=True))
+    train(model, optimizer, 1)
+
+
+@on_ranks(4)
 def test_whoever_looks_at_a_parked_model_is_refused():
     (model, optimizer), (other, _) = make("node=3,cluster=1"), make("node=1,cluster=0")
     rows = torch.ones(1, 40, dtype=torch.bfloat16)
