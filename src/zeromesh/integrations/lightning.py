@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh.engine.api import engine_of
-from zeromesh.engine.hooks import install
+from zeromesh.engine.hooks import install, install_on_method
 from zeromesh.engine.optim import by_engine, check_optimizer
 from zeromesh.engine.steps import accumulate
 from zeromesh.engine.whole import sliced_like, whole_state
@@ -49,6 +49,9 @@ require_known("lightning")
 
 AVERAGES = frozenset({"WeightAveraging", "StochasticWeightAveraging"})
 """Lightning's callbacks that average weights, and their subclasses. Some versions have only one of the two."""
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+"""Methods that are forwards too. Fabric makes them so itself only where a strategy puts a wrapper around the module."""
 
 REST = "rest"
 """Key in the state of a model's checkpoint. Its value is the name of the file with all that is neither model nor
@@ -193,6 +196,10 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
         if self._sharding is None:
             self._sharding = _sharding_of(self.sharding, self.precision.precision, self.root_device)
         self._shards.update(shard_model(self._sharding, module))
+        automatic = getattr(module, "automatic_optimization", True)  # else a step runs its backwards too
+        for name in STEPS if automatic else ():
+            if hasattr(module, name):
+                install_on_method(engine_of(module), module, name)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

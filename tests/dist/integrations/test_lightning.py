@@ -423,6 +423,35 @@ def test_fabric_trains_and_resumes(tmp_path):
     resumes_with_fabric(str(tmp_path), expected)
 
 
+@on_ranks(2)
+def test_steps_of_a_lightning_module_are_forwards_with_fabric():
+    """They compute with parameters of the module itself, as under DDP."""
+    import lightning
+
+    from zeromesh.integrations.lightning import FabricStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Linear(4, 4)
+            self.bias = torch.nn.Parameter(torch.ones(4))
+
+        def training_step(self, rows: torch.Tensor, index: int) -> torch.Tensor:
+            return (self.net(rows) + self.bias).square().mean()
+
+    rows, plainly = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)), Module()
+    plainly.training_step(rows, 0).backward()
+    with started():
+        strategy = FabricStrategy(sharding=sharding("node=3", {"node": 2}))
+        fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        model = fabric.setup(Module())
+        fabric.backward(model.training_step(rows, 0))
+    for ours, theirs in zip(model.parameters(), plainly.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.sum(), theirs.grad.sum())
+
+
 def resumes_with_fabric(directory: str, expected: Curve) -> None:
     from zeromesh.integrations.lightning import FabricStrategy, Strategy
 
