@@ -31,7 +31,7 @@ def parked(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = (), h
     Args:
         model: a sharded model.
         optimizers: optimizers whose states move as well, as CPU tensors inside. Values that owners keep
-            (`zm.by_owner`), quantised states and memory that numpy shows too stay.
+            (`zm.by_owner`), quantised states, and memory that a numpy array shares stay.
         host: "host=1" moves masters and states, "host=2" also gradients, "host=3" also parameters, slots and workspace.
 
     Raises:
@@ -92,10 +92,8 @@ def parked(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] = (), h
 
 
 def _storages(engine: Engine, stage: int) -> tuple[list[UntypedStorage], list[UntypedStorage]]:
-    """Storages of shards that leave the device, and storages that hold nothing between steps; each once.
-
-    torch cannot free memory that numpy or another process shows too: such storages stay.
-    """
+    """Storages of shards that leave the device, and storages that hold nothing between steps; each once. Memory shared
+    with numpy or another process stays, since torch cannot free it."""
     shards = [
         tensor
         for unit in engine.units
@@ -104,6 +102,6 @@ def _storages(engine: Engine, stage: int) -> tuple[list[UntypedStorage], list[Un
         if KINDS.get(kind, 4) <= stage and not buffer.lies_on_host(kind)
     ]
     working = engine.backend.working_buffers() if stage == 3 else []
-    kept, dropped = ({t.untyped_storage().data_ptr(): t.untyped_storage() for t in each} for each in (shards, working))
-    kept_ones, dropped_ones = ([s for at, s in each.items() if at and s.resizable()] for each in (kept, dropped))
-    return kept_ones, dropped_ones
+    storages = ([tensor.untyped_storage() for tensor in tensors] for tensors in (shards, working))
+    kept, dropped = ({s.data_ptr(): s for s in each if s.data_ptr() and s.resizable()} for each in storages)
+    return [*kept.values()], [*dropped.values()]

@@ -51,7 +51,7 @@ AVERAGES = frozenset({"WeightAveraging", "StochasticWeightAveraging"})
 """Lightning's callbacks that average weights, and their subclasses. Some versions have only one of the two."""
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-"""Methods that are forwards too. Fabric makes them so itself only where a strategy puts a wrapper around the module."""
+"""Methods that are forwards. Fabric makes them so itself only if a strategy puts a wrapper around the module."""
 
 REST = "rest"
 """Key in the state of a model's checkpoint. Its value is the name of the file with all that is neither model nor
@@ -196,7 +196,7 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
         if self._sharding is None:
             self._sharding = _sharding_of(self.sharding, self.precision.precision, self.root_device)
         self._shards.update(shard_model(self._sharding, module))
-        automatic = getattr(module, "automatic_optimization", True)  # else a step runs its backwards too
+        automatic = getattr(module, "automatic_optimization", True)  # if not, a step runs its own backwards
         for name in STEPS if automatic else ():
             if hasattr(module, name):
                 install_on_method(engine_of(module), module, name)

@@ -53,7 +53,7 @@ def test_training_goes_on_as_if_nothing_had_moved(strategy):
 
 @on_ranks(4)
 def test_memory_that_numpy_shows_stays():
-    """torch cannot resize it. On the host `zm.save_safetensors` shows shards to numpy too."""
+    """torch cannot resize it. On a CPU, `zm.save_safetensors` shares shards with numpy."""
     model, optimizer = make("node=1,cluster=0")
     train(model, optimizer, 0)
     before = [param.local.clone() for param in model.parameters()]
