@@ -164,7 +164,7 @@ class Engine:
         # In a recomputation too: reentrant checkpointing runs a backward of its own there, and a segment longer than
         # the slots then has to gather its first units again. (Otherwise these hooks are never reached.)
         traced = torch.is_grad_enabled() and outputs is not None
-        tensors = [t for t in outputs or () if t.requires_grad] if traced else []
+        tensors = [t for t in map(_without_batch, outputs or ()) if t.requires_grad] if traced else []
         hidden = traced and not outputs and self.schedule.units[unit].trainable
         untraced = outputs is not None and not traced and _in_function()
         call = self.interpreter.post_forward(unit, backward=bool(tensors), hidden=hidden, untraced=untraced)
@@ -548,3 +548,10 @@ def _in_function() -> bool:
     """Whether the forward of an autograd.Function runs: torch then does without forward mode too, also where that
     computes under `enable_grad`."""
     return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def _without_batch(tensor: Tensor) -> Tensor:
+    """The tensor that autograd knows: `torch.vmap` wraps it in one for which no gradient is required."""
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

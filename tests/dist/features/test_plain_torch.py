@@ -730,6 +730,18 @@ def test_a_forward_that_runs_a_backward_and_goes_on():
 
 
 @on_ranks(2)
+def test_a_forward_under_vmap():
+    """Tensors there require no gradient; those that they stand for do."""
+    torch.manual_seed(0)
+    base = nn.Sequential(*units(4, lambda self, x: x + torch.tanh(self.lin(x)))).double()
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (torch.vmap(torch.vmap(model))(x[None]) * model(x)).mean()
+
+    trains_as_plain(base, "node=3", "node=0", loss_of=loss_of, options={"units": [Unit]})
+
+
+@on_ranks(2)
 def test_recurrent_layers():
     torch.manual_seed(0)
     base = nn.Sequential(nn.LSTM(WIDTH, WIDTH)).double()
