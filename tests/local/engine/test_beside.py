@@ -477,6 +477,19 @@ def test_gradients_of_a_step_that_a_loss_scaler_skips_are_clipped():
     assert not model.weight.grad.local.any() and model.bias.grad.local.isnan().all()
 
 
+def test_gradients_of_a_step_that_lanes_cannot_run_are_clipped():
+    """Masters in bf16, and gradients in fp32: SGD's own loop adds one to the other."""
+    found = []
+    for strategy in DEVICE, HOST:
+        model = zm.shard(make(None).float(), None, strategy, master_dtype="bf16", param_dtype="bf16")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        model(torch.ones(4, 5)).square().sum().backward()
+        zm.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        found.append(values_of(model.parameters()))
+    assert all(map(torch.equal, *found))
+
+
 def test_copies_of_several_optimizers_that_step_on_one_buffer_are_predicted():
     """Each brings the whole buffer; SGD has the masters alone."""
     model = make("host=1,node=0,cluster=0;step=device")
