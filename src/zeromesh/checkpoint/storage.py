@@ -99,7 +99,7 @@ class LocalStorage:
         Raises CheckpointError if another job holds the lock."""
         self.root.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        end = time.monotonic() + wait_s
+        end, own = time.monotonic() + wait_s, f"process {os.getpid()} on {socket.gethostname()}"
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,13 +108,14 @@ class LocalStorage:
                 if time.monotonic() >= end:
                     owner = os.pread(lock, 200, 0).decode(errors="replace") or "unknown"
                     os.close(lock)
+                    by = f"another job ({owner})" if owner != own else "zm.Checkpoints of this process, still open"
                     raise CheckpointError(
-                        f"{self.root} is being written by another job ({owner}); two jobs cannot save to one "
-                        f"directory: give each its own, or end the other"
+                        f"{self.root} is being written by {by}; two cannot save to one directory: give each its own, "
+                        f"or end the other"
                     ) from None
                 time.sleep(min(0.1, wait_s))
         os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        os.pwrite(lock, own.encode(), 0)
         self._lock = lock
         _LOCKED.add(self)
 

@@ -198,7 +198,7 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
         self._shards.update(shard_model(self._sharding, module))
         automatic = getattr(module, "automatic_optimization", True)  # if not, a step runs its own backwards
         for name in STEPS if automatic else ():
-            if hasattr(module, name):
+            if hasattr(type(module), name):
                 install_on_method(engine_of(module), module, name)
         return module
 
