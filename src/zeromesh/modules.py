@@ -128,8 +128,7 @@ def _holders(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
 
 
 def give_method(model: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    """Makes `model.name(...)` call `function(model, ...)`. A weak reference, so that it does not keep the model
-    alive."""
+    """Makes `model.name(...)` call `function(model, ...)`. A weak reference does not keep the model alive."""
     reference = weakref.ref(model)
 
     @functools.wraps(function)

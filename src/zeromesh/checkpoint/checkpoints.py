@@ -170,8 +170,7 @@ class Checkpoints:
 
     @progress("writing the checkpoint")
     def wait(self) -> str | None:
-        """Waits until the last save is complete. Returns the checkpoint's full name, or None if nothing was being
-        written.
+        """Waits until the last save is complete. Returns the checkpoint's full name, or None if none was being written.
 
         Raises:
             CheckpointError: the checkpoint could not be written; raised on all ranks.

@@ -42,8 +42,7 @@ class Listing:
 
 
 def list_checkpoints(storage: Storage) -> Listing:
-    """Lists the directory's checkpoints by the first line of each manifest. Raises OSError if the directory cannot be
-    read."""
+    """Lists the checkpoints by the first line of each manifest. Raises OSError if the directory cannot be read."""
     complete, refused, unfinished = [], [], []
     for name in storage.names():
         if not _NAME.fullmatch(name):
@@ -66,8 +65,7 @@ def list_checkpoints(storage: Storage) -> Listing:
 
 
 def _is_torchs(storage: Storage, name: str) -> bool:
-    """Whether it has an index of torch.distributed.checkpoint, but not the file that our own checkpoints have beside
-    it."""
+    """Whether it has an index of torch.distributed.checkpoint, but not the file that ours have beside it."""
     return has_file(storage, name, METADATA) and not has_file(storage, name, OBJECTS)
 
 

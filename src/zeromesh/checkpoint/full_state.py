@@ -95,8 +95,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a state dict that are whole on every rank, by name: buffers, and frozen parameters in other
-    dtypes."""
+    """Yields the tensors that are whole on every rank, by name: buffers, and frozen parameters in other dtypes."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         whole = {key: p.data for key, p in module._parameters.items() if p is not None and not is_sharded(p)}
         kept = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
@@ -106,8 +105,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _in_order(model: nn.Module) -> Iterator[str]:
-    """The names of a state dict, in order. `state_dict()` itself would pass slices to hooks that may want whole
-    tensors."""
+    """The names of a state dict, in order. `state_dict()` itself would pass slices to hooks that want whole tensors."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key in (*module._parameters, *module._buffers, "_extra_state"):
             yield clean_name(f"{prefix}.{key}" if prefix else key)
@@ -125,8 +123,7 @@ def require_own(engine: Engine) -> None:
 
 
 def require_names(engine: Engine) -> None:
-    """Raises ModelError if a name means another tensor than in `zm.shard`: tensors are saved under the names of
-    then."""
+    """Raises ModelError if a name means another tensor than in `zm.shard`, whose names saved tensors have."""
     engine.require_one_of_a_name()
     model, own = engine.model(), dict[str, str]()
     for place in (place for buffer in buffers_of(engine) for place in buffer.places):
@@ -149,8 +146,7 @@ def _control_of(engine: Engine, buffer: FlatShards) -> Control:
 
 
 def _gather(engine: Engine, buffer: FlatShards) -> Tensor:
-    """Returns the whole flat buffer on the first rank. One replica of each shard puts it into zeros, and all are
-    summed."""
+    """Returns the whole flat buffer on the first rank. One replica of each shard adds it to zeros there."""
     shard, axes = buffer.optimizer_shard
     values = torch.zeros(buffer.padded, dtype=shard.dtype, device=buffer.device)
     sharded = {axis.name for axis in axes}

@@ -8,8 +8,7 @@ A checkpoint is the directory::
         __1_0.distcp
         .metadata           the same as the manifest for torch.distributed.checkpoint; not read here
 
-A checkpoint is complete if and only if line 1 matches its own checksum, and line 2 the byte count and checksum in line
-1.
+A checkpoint is complete if and only if line 1 matches its own checksum, and line 2 the size and checksum in line 1.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class DamagedError(CheckpointError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Elements `start` to `stop` of a flattened tensor, or of a flattened region of a tensor, and where they lie in a
-    file.
+    """Elements `start` to `stop` of a flattened tensor, or of a flattened region of one, and where they lie in a file.
 
     `crcs` are CRC-32 of the bytes up to the end of each block of `BLOCK_BYTES`; None in a checkpoint by another tool.
     """

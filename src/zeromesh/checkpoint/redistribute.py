@@ -126,8 +126,7 @@ def _plan(held: Sequence[Sequence[tuple[list[Run], list[Run]]]], target: int) ->
 
 
 def _meet(tensor: int, wanted: list[Run], there: list[Run], found: list[Move]) -> list[Run]:
-    """Appends the runs that are in both lists to `found`, and returns the rest of `wanted`. Both lists are sorted by
-    start."""
+    """Appends the runs that are in both lists, sorted by start, to `found`, and returns the rest of `wanted`."""
     left = list[Run]()
     for start, length, at in wanted:
         done = start

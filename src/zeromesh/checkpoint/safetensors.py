@@ -160,8 +160,7 @@ def _fill(directory: Path, files: Sequence[_File], pieces: Iterable[Piece], dtyp
 
 
 def _publish(directory: Path, files: Sequence[_File]) -> None:
-    """Renames the files, then the index. An older export's index goes first, since it would mix new files with old
-    ones."""
+    """Renames the files, then the index. An older index goes first, since it would mix new files with old ones."""
     (directory / INDEX).unlink(missing_ok=True)
     for file in files:
         os.replace(_temporary(directory, file), directory / file.name)

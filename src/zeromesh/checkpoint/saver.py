@@ -178,8 +178,7 @@ class Saver:
             self._thread.submit(self._write, Snapshot(step=step, pieces=()), (), problem)
 
     def reserve(self, pieces: Sequence[Piece]) -> None:
-        """Begins to pin memory for copies of pieces like these, in the background; does nothing for pieces on the
-        host."""
+        """Begins to pin memory for copies of pieces like these, in the background, unless they lie on the host."""
         if _device_of(pieces).type != "cpu":
             self._reserving = self._thread.submit(self._staging.reserve, pieces)
 

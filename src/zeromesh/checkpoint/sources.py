@@ -1,5 +1,4 @@
-"""Tensors that are made from a file's tensors: laid side by side, or computed. They are read like tensors of the
-file."""
+"""Tensors that are made from a file's tensors, laid side by side or computed, and read like those of the file."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ def _unsqueezed(part: Tiled, dim: int) -> Tiled:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Last:
-    """Caches the tensor that was computed last, with its source: slices of one tensor are requested one after
-    another."""
+    """Caches the tensor computed last, with its source: slices of one tensor are requested one after another."""
 
     source: Computed | None = None
     values: Tensor | None = None

@@ -128,8 +128,7 @@ Own = Mapping[Tensor, Sequence[str]]
 
 
 def describe_groups(optimizers: Sequence[Optimizer], own: Own) -> list[Any]:
-    """Returns the options of every parameter group, with its optimizer's class and the names of its parameters in
-    `own`."""
+    """Returns each parameter group's options, with its optimizer's class and its parameters' names in `own`."""
     require_one_holder(optimizers)
     return [[_describe(optimizer, group, own) for group in optimizer.param_groups] for optimizer in optimizers]
 
@@ -191,8 +190,7 @@ def restore_groups(optimizers: Sequence[Optimizer], groups: Groups, where: str, 
 
 
 def _fits(now: Any, value: Any) -> bool:
-    """Whether an option may become `value`: numbers replace numbers, sequences those of the same length; the rest are
-    flags."""
+    """Whether an option may become `value`: numbers replace numbers, sequences those as long; the rest are flags."""
     if now is None or isinstance(now, Tensor):
         return now is None or is_plain_number(value)
     if isinstance(now, tuple | list):
@@ -340,8 +338,7 @@ def set_random_states(states: Mapping[str, Tensor]) -> None:
 
 
 def _twister(words: Any, has_gauss: bool, gauss: float) -> Tensor:
-    """Packs a Mersenne twister: its words, whether the second of a pair of normal numbers is left, and that number's
-    bits."""
+    """Packs a Mersenne twister: its words, whether the second of two normal numbers is left, and that one's bits."""
     numbers = np.array([gauss], dtype=np.float64).view(np.int64)
     return torch.from_numpy(np.concatenate([np.array(words, dtype=np.int64), [np.int64(has_gauss)], numbers]))
 

@@ -122,8 +122,7 @@ class Device:
         return wanted if wanted in dict(self.peak_flops) else self.matrix_dtype
 
     def peak(self, dtype: str | None = None) -> float:
-        """The dense peak in FLOP/s for `dtype` (default: `matrix_dtype`). Raises ClusterError if the device has no peak
-        for it."""
+        """The dense peak in FLOP/s for `dtype` (default: `matrix_dtype`). Raises ClusterError if it is unknown."""
         wanted = dtype or self.matrix_dtype
         known = dict(self.peak_flops)
         if wanted not in known:

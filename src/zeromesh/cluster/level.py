@@ -28,8 +28,7 @@ OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 class Curve:
     """Measured times of one operation over one level, with all groups of the level at once, as in training.
 
-    `points` has seconds of the whole collective by bytes that leave ONE member. It is a mapping, stored as sorted
-    pairs.
+    `points` has seconds of the whole collective by bytes that leave ONE member: a mapping, stored as sorted pairs.
     """
 
     operation: str  # one of `OPERATIONS`
@@ -190,7 +189,6 @@ class Level:
         return replace(self, latency_s=latency_s, busy_latency_s=None, curves=beside or self.curves)
 
     def curve(self, operation: str, ranks: int) -> Curve | None:
-        """Returns the curve of `operation` without computation, for the group size nearest to `ranks`; None if there is
-        none."""
+        """Returns the curve of `operation` alone, for the group size nearest to `ranks`; None if there is none."""
         fitting = [c for c in self.curves if c.operation == operation and not c.beside_computation]
         return min(fitting, key=lambda c: (abs(log(c.ranks / ranks)), c.ranks), default=None)

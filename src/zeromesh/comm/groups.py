@@ -272,8 +272,7 @@ class _Pool:
         return self._everyone[key]
 
     def adopt(self, key: Key, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
-        """A group that a mesh has made, for one user at a time: [Note: Dimensions]. All its ranks call this at the same
-        point."""
+        """A group that a mesh has made, for one user at a time: [Note: Dimensions]. Its ranks call this together."""
         transport = transport_of(key.backend, key.device_type)
         fits = key.device_type != "cpu" and not transport.messages and key.options is None
         if fits and group.group_name not in (everyone.group_name, *self._adopted):

@@ -151,8 +151,7 @@ class ComputeModel:
         return elements * self.constants.optimizer_bytes * devices / self.constants.host_memory_bytes_per_s
 
     def gradients(self, moved_bytes: float, *, added: bool = False) -> float:
-        """Seconds for copying gradients from where autograd leaves them; or, if `added`, for adding them to existing
-        ones."""
+        """Seconds for copying gradients from where autograd leaves them; if `added`, for adding them to others."""
         measured = self._kernel("gradients")
         return moved_bytes / measured.rate(backward=added) if measured else self.memory(moved_bytes)
 

@@ -66,8 +66,7 @@ class Group:
         return Group(hops=self.hops[:-1])
 
     def outermost(self) -> Group:
-        """The group that joins one rank of each member of the outermost hop. There are as many of these as ranks inside
-        a member."""
+        """The group of one rank of each member of the outermost hop. Each rank inside a member has one."""
         if not self.hops:
             return self
         hop = self.hops[-1]

@@ -107,8 +107,7 @@ class TransferModel:
         return replace(cost, seconds=seconds, busy=(*cost.busy, (HOST, calls + moving)))
 
     def _with_taken(self, cost: CollectiveCost, axes: Sequence[Axis]) -> CollectiveCost:
-        """Adds the collective's share of a computing device. If cores also move the bytes, the network divides them
-        instead."""
+        """Adds the collective's share of a computing device; if cores move the bytes too, the network divides them."""
         if self.cluster.device.cores is not None:
             return cost
         passes = memory_passes(self.group(axes), self.constants)

@@ -1,7 +1,6 @@
 """Which of torch's functions may act on slices of tensors: [Note: Slices] of `zeromesh.engine.param`.
 
-A name stands for every spelling that torch has of it: the function, the method, the one in place, operators and
-foreach.
+A name stands for all spellings that torch has of it: function, method, the one in place, operators and foreach.
 """
 
 from __future__ import annotations

@@ -67,8 +67,7 @@ UNSETTLED: list[weakref.ref[Any]] = []
 
 
 def settle(looked: object) -> None:
-    """Waits for steps on slices in the host's memory. Raises ModelError if the slices of the control `looked` are
-    parked."""
+    """Waits for steps on slices in the host's memory. Raises ModelError if those of the control `looked` are parked."""
     for each in [*UNSETTLED]:
         if (work := each()) is not None:
             work.settle(looked)

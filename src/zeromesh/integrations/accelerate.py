@@ -156,8 +156,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # mypy does no
 
     @contextmanager
     def _without_shards(self) -> Iterator[None]:
-        """Hides models and optimizers from Accelerate's own saving, which would write the first rank's slices for all
-        ranks."""
+        """Hides models and optimizers from Accelerate's saving, which would write the first rank's slices for all."""
         names = ("_models", "_optimizers", "_custom_objects")
         held = {name: getattr(self, name) for name in names}
         self.__dict__.update(_models=[], _optimizers=[], _custom_objects=[*map(Registered, held["_custom_objects"])])

@@ -84,8 +84,7 @@ def written_dtype(asked: torch.dtype | None, own: torch.dtype) -> torch.dtype:
 def load_safetensors(model: nn.Module, location: str | os.PathLike[str]) -> None:
     """Fills a sharded model from a safetensors file or a Hugging Face model's directory. Each rank reads its shard.
 
-    If the model is one of transformers, the files may have the names and shapes of its state dict or of its published
-    files.
+    A model of transformers may have files with the names and shapes of its state dict or of its published files.
 
     Raises:
         CheckpointError: on all ranks, if names are missing or unknown, or a shape or a kind of number differs (nothing

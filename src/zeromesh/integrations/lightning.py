@@ -251,8 +251,7 @@ class FabricStrategy(FabricDDP):  # type: ignore[misc]
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads into `state`. Returns the saved entries other than models and optimizers that `state` does not ask
-        for."""
+        """Loads into `state`. Returns saved entries other than models and optimizers that `state` does not ask for."""
         directory = _directory(self.broadcast(path))
         if self.broadcast(directory.is_file()):  # a file has whole tensors
             return super().load_checkpoint(path, state, strict, **_given(weights_only))  # type: ignore[no-any-return]
@@ -337,8 +336,7 @@ class Strategy(TrainerDDP):  # type: ignore[misc]
         plugin.clip_grad_by_norm = lambda optimizer, most: clip_grads(plugin.main_params(optimizer), most)
 
     def teardown(self) -> None:
-        """Tears down all but the model: Lightning would move its slices to the host, and they must stay on their
-        device."""
+        """Tears down all but the model: Lightning would move its slices to the host, and they must stay here."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -49,8 +49,7 @@ def pipeline(stages: Sequence[StageT], *, untied: bool = False) -> list[StageT]:
 
     Args:
         stages: all of this rank's stages. Their modules are sharded over the data-parallel ranks of their stage.
-        untied: train equal weights of two stages separately, such as the embedding and the head of a model that was
-            tied.
+        untied: train equal weights of two stages separately, as embedding and head of a model that was tied.
 
     Returns:
         The same stages, for a schedule.

@@ -20,8 +20,7 @@ def checkpoints_of(
 ) -> Checkpoints:
     """Checkpoints of a sharded model and of the optimizers that update it.
 
-    A model that lies frozen beneath PEFT's adapters came from files of its own, so it is left out, and loading compares
-    it.
+    A model that lies frozen beneath PEFT's adapters has files of its own, so it is left out, and loading compares it.
     """
     own = [optimizer for optimizer in optimizers if engine_of(model) in by_engine(optimizer)]
     beneath = {param for part in model.modules() if is_peft(part) for param in part.parameters()}

@@ -63,8 +63,7 @@ class TrainerMixin(_Mixed):  # type: ignore[misc]  # mypy does not follow transf
     """Makes a Trainer shard; it comes first among the bases: ``class ShardedSFT(TrainerMixin, trl.SFTTrainer): pass``.
 
     Args:
-        sharding: how the model is sharded. If it has no `param_dtype`, the arguments `bf16=True` and `fp16=True` set
-            it.
+        sharding: how the model is sharded. If it has no `param_dtype`, arguments `bf16=True` and `fp16=True` set it.
 
     Raises:
         InputError: the arguments also ask for another way of sharding, or for work that cannot be done to slices.

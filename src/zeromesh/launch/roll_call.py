@@ -55,8 +55,7 @@ class RollCall:
             self._thread.join(_STORE_S)
 
     def explain(self, error: Exception) -> Exception:
-        """Tells the other ranks of `error`. Returns the error to raise, which names ranks that are missing or
-        failed."""
+        """Tells the other ranks of `error`. Returns the error to raise, which names missing or failed ranks."""
         if self._world == 1:
             return error
         self._closed.set()

@@ -86,8 +86,7 @@ def fit(timings: Mapping[int, Sequence[float]]) -> Fit:
 
 
 def _through(medians: Mapping[int, float]) -> Line:
-    """Fits the rate by least squares, which the longest messages dominate, and then the latency to the shortest
-    ones."""
+    """Fits the rate by least squares, where the longest messages count most, then the latency to the shortest."""
     points = sorted(medians.items())
     slope = statistics.linear_regression(*zip(*points, strict=True)).slope
     (_, fastest), (longest, slowest) = points[0], points[-1]

@@ -46,8 +46,7 @@ Parts = tuple[frozenset[int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Divides ranks into parts: ranks of one part have equal values. `source` names its origin, for the cluster
-    file."""
+    """Divides ranks into parts with equal values. `source` names its origin, for the cluster file."""
 
     source: str
     parts: tuple[Hashable, ...]

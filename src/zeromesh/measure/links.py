@@ -148,8 +148,7 @@ def _computing(ranks: Ranks) -> Iterator[None]:
 
 
 def _samples(group: AxisGroup, ranks: Ranks, budget_s: float, patience: float) -> Iterator[_Sample]:
-    """Yields samples of growing size, up to `LEAST_BYTES` and further as long as a round over all stays within the
-    budget."""
+    """Yields samples of growing size, to `LEAST_BYTES` and further while a round over all is within the budget."""
     workspace = torch.empty(workspace_bytes(group), dtype=torch.uint8, device=ranks.device)
     size, used_s, shortest_s = SMALLEST_BYTES, 0.0, 0.0
     largest = LARGEST_BYTES if ranks.on_cpu else LARGEST_ON_DEVICE_BYTES

@@ -224,8 +224,7 @@ def _work(ranks: Ranks, mesh: Mesh, steps: int, found: dict[str, Any]) -> Iterat
 def _all_words(ranks: Ranks, error: Exception) -> str:
     """Returns this rank's error, after those of ranks that failed before it.
 
-    A rank stores its error before it leaves, and others fail because it has left. So the first rank finds the cause
-    here.
+    A rank stores its error before it leaves, and others fail because it left. So the first rank finds the cause here.
     """
     from torch.distributed import distributed_c10d
 
@@ -354,8 +353,7 @@ def _probed(found: Probe) -> Iterator[Check]:
 
 
 def _devices(machine: Mapping[str, Any]) -> Check:
-    """Marks a device that is slower than the others, since all ranks wait for it. Ranks that share cores are not
-    marked."""
+    """Marks a device that is slower than the others, since all ranks wait for it, unless ranks share cores."""
     found, slow = [], False
     for what, rates in machine["by_rank"].items():
         least, usual = min(rates), statistics.median(rates)

@@ -17,8 +17,7 @@ OTHERS = ("torch", "triton", "transformers", "accelerate", "peft", "trl", "light
 
 
 def read_setting() -> dict[str, Any]:
-    """Versions, machine, time and load over 1, 5 and 15 minutes. If the load is above the number of cores, timings say
-    little."""
+    """Versions, machine, time and load over 1, 5 and 15 minutes. With a load above the cores, timings say little."""
     return {
         "zeromesh": zeromesh.__version__,
         "python": sys.version.split()[0],

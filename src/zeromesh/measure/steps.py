@@ -90,8 +90,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def timed(self, count: int, before: Callable[[], object] = lambda: None) -> list[float]:
-        """Returns the seconds of `count` steps, one after the other. `before` is called before each and does not
-        count."""
+        """Returns the seconds of `count` steps, one after the other, without those of `before`, called before each."""
         seconds = []
         for _ in range(count):
             before()

@@ -85,14 +85,12 @@ _BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4}
 
 
 def _is_read_here(config: Config) -> bool:
-    """Whether this module reads the config. If only some layers have windows, no: a `TransformerShape` cannot express
-    that."""
+    """Whether this module reads the config: not if only some layers have windows, as no `TransformerShape` can."""
     return config["model_type"] in _FIELDS and not config.get("use_sliding_window")
 
 
 def _checked(config: Config, model_type: str, where: str) -> dict[str, Any]:
-    """Returns the keys of a type, each checked against the kind of its default. null is valid if the class accepts
-    it."""
+    """Returns the keys of a type, each of the kind of its default, or null if the class accepts it."""
     aliases = _ALIASES.get(model_type, {})
     given = {aliases.get(key, key): value for key, value in config.items()}
     found = {}

@@ -1,5 +1,4 @@
-"""Runs a module once on fake tensors, and notes each unit's operations and the tensors that autograd keeps. Imports
-torch."""
+"""Runs a module once on fake tensors, and notes units' operations and tensors that autograd keeps. Imports torch."""
 
 from __future__ import annotations
 
@@ -148,8 +147,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         return out
 
     def count(self) -> None:
-        """Counts one more operation of the running module. It is called before the operation, since raising inside may
-        abort."""
+        """Counts one more operation of the running module; before it, since raising inside may abort."""
         self._own[-1] += 1
         most = self._most
         if most is None or self._in_backward:
@@ -371,8 +369,7 @@ def _told(module: nn.Module) -> Iterator[None]:
 
 
 def _grouped(self: Tensor, mat2: Tensor, offs: Tensor | None = None, **others: Any) -> Tensor:
-    """Returns the shape of a grouped product for any dtype and alignment; torch's own fake kernel has one device's
-    limits."""
+    """Returns the shape of a grouped product for any dtype and alignment; torch's fake kernel has a device's limits."""
     last = mat2.shape[-1]
     if self.ndim == 2 and mat2.ndim == 2 and offs is not None:
         return self.new_empty(offs.shape[0], self.shape[0], last)

@@ -178,8 +178,7 @@ class LaneProxy:
 
 @dataclass(frozen=True, slots=True)
 class _WatchedLane(LaneProxy):
-    """A lane whose jobs remember the place that they were submitted from. If it is inline, submitting counts as a
-    wait."""
+    """A lane whose jobs remember where they were submitted. If it is inline, submitting counts as a wait."""
 
     recorder: _Recorder
     inline: bool

@@ -157,8 +157,7 @@ def _states(buffer: FlatShards, optimizers: Sequence[Optimizer]) -> Iterator[Nam
 
 
 def _exchange(engine: Engine, held: Sequence[Held]) -> tuple[list[int], Tensor]:
-    """Returns the global ranks, by rank of the mesh, and the digests, by rank of the mesh and thing, as int64 on the
-    host."""
+    """Returns the global ranks, and the digests of each thing, both by rank of the mesh, as int64 on the host."""
     control = engine.control
     table = torch.zeros(control.size, 1 + len(held), dtype=torch.int64, device=control.device)
     # Each rank adds its digests to zeros: a reduction is the one collective that every backend has on its device.

@@ -110,8 +110,7 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _reach(engine: Engine, name: str, group: dist.ProcessGroup) -> str:
-    """Returns the name of the axis along these ranks. It has its own communicators, which the model's next optimizer
-    shares."""
+    """Returns the name of the axis along these ranks. The model's next optimizer shares its communicators."""
     groups, ranks = engine.backend.groups, _ranks(group)
     taken = {axis.name for layout in engine.schedule.layouts for axis in layout.axes}
     while name in taken or (name in groups and groups[name].ranks != ranks):

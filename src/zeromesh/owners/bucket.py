@@ -38,8 +38,7 @@ AxisJob = tuple[str, Job]
 class Member:
     """One tensor of a bucket.
 
-    `whole` is the tensor that the owner's optimizer steps on. It has no memory until the first step; other ranks have
-    None.
+    `whole` is the tensor that the owner's optimizer steps on, without memory until the first step; None on other ranks.
     """
 
     param: ShardedParameter  # this rank's slice
@@ -280,8 +279,7 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _together(wanted: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
-    """Allocates memory for each (number of elements, tensor whose dtype and device to use); contiguous if all have one
-    dtype."""
+    """Allocates memory for each (elements, tensor whose dtype and device to use); contiguous if all have one dtype."""
     if len({like.dtype for _, like in wanted}) != 1:
         return [like.new_empty(numel) for numel, like in wanted]
     sizes = [numel for numel, _ in wanted]

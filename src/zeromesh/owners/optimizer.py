@@ -293,8 +293,7 @@ class OwnerOptimizer(Optimizer):
             engine.changes.stepped(updated, by=weakref.ref(self))
 
     def __getattr__(self, name: str) -> Any:
-        """Returns further methods of the class, such as `train` and `eval` of schedule-free ones. All ranks call
-        them."""
+        """Returns further methods of the class, such as `train` of schedule-free ones. All ranks call them."""
         if name.startswith("_") or not callable(getattr(vars(self).get("kind"), name, None)):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return partial(self._call, name)
@@ -315,8 +314,7 @@ class OwnerOptimizer(Optimizer):
                 param.grad = grad
 
     def _forget_changed(self, engine: Engine) -> None:
-        """Marks values that something else changed on any rank since the last step. They are sent to their owner
-        again."""
+        """Marks values that something else changed on any rank since the last step, to be sent to their owner again."""
         if not self._moving:
             return
         changed = [engine.changes.made_by(param) is not self for param in self._moving]

@@ -46,8 +46,7 @@ class Stacking:
         return self.item(shape) != tuple(shape)
 
     def stacks(self, optimizer: Optimizer) -> list[list[nn.Parameter]]:
-        """Groups all parameters of `optimizer`: together are those of one group whose shape is the same for the
-        class."""
+        """Groups all parameters of `optimizer`: those of one group whose shape is the same for the class."""
         found: dict[object, list[nn.Parameter]] = {}
         for place, group in enumerate(optimizer.param_groups):
             for whole in group["params"]:
@@ -77,8 +76,7 @@ def step_on_stacks(optimizer: Optimizer, stacking: Stacking) -> None:
 
 
 def _alike(optimizer: Optimizer, wholes: Sequence[nn.Parameter], stacking: Stacking) -> list[list[nn.Parameter]]:
-    """Groups tensors that are stepped on at once. They have one shape and one history, as their states' numbers
-    show."""
+    """Groups tensors of one shape and one history, as their states' numbers show: they are stepped on at once."""
     found: dict[object, list[nn.Parameter]] = {}
     for whole in wholes:
         if whole.grad is None or not (stacking.alike or stacking.is_batch(whole.shape)):

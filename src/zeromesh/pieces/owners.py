@@ -71,8 +71,7 @@ class Share(NamedTuple):
 class Placement:
     """Where one tensor lies among the ranks that hold one copy of the states.
 
-    `planes`: by plane, the number of the copy that it has, and its part: [Note: Planes]. None: one plane has the whole
-    tensor.
+    `planes`: by plane, the number of its copy, and its part: [Note: Planes]. None: one plane has the whole tensor.
     """
 
     name: str

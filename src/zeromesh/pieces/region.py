@@ -137,8 +137,7 @@ class Region:
         )
 
     def _unfolded(self, dim: int, parts: int, start: int, stop: int) -> Iterator[Box]:
-        """Yields the boxes of a folded region, each in one part of the dimension, with offsets from the region's first
-        element."""
+        """Yields a folded region's boxes, each in one part of the dimension, with offsets from the first element."""
         apart, depth = self.shape[dim] // parts, self.sizes[dim] // parts
         for box in boxes_of((*self.sizes[:dim], parts, depth, *self.sizes[dim + 1 :]), start, stop):
             inner = box.sizes[dim + 1 :]

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 
 class Sliced:
-    """A tensor in the form that torch.distributed.checkpoint needs: its whole shape, and the boxes of it that this rank
-    holds.
+    """A tensor as torch.distributed.checkpoint needs it: its whole shape, and the boxes of it that this rank holds.
 
     `dcp.save` writes the boxes. `dcp.load` writes into them, and so into the slice's memory.
 

@@ -73,8 +73,7 @@ def _offloads(engine: str, plan: Plan, sharded: str, replicas: Parts) -> bool:
 
 
 def emit_deepspeed(plan: Plan, model: ModelSpec) -> str:
-    """A DeepSpeed configuration file. Raises InputError, which names the part, if DeepSpeed cannot express the
-    strategy."""
+    """A DeepSpeed configuration file. Raises InputError, which names the part that DeepSpeed cannot express."""
     layout = Layout.of(plan.strategy, plan.mesh)
     parts = _parts("DeepSpeed", plan, layout)
     zero = _deepspeed_zero(plan, parts) | _deepspeed_wires(plan, layout)

@@ -113,8 +113,7 @@ def bytes_each(wire: str) -> float:
 class MemoryBound:
     """Lower bounds on memory for a model and its workload on a cluster.
 
-    If the model is divided, `division` says how, and `part` for which kind of rank; `model` and `cluster` are that
-    rank's.
+    If the model is divided, `division` says how, and `part` which kind of rank's `model` and `cluster` are.
     """
 
     model: ModelSpec

@@ -107,8 +107,7 @@ class NothingFitsError(InputError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Candidates as arrays: those of one block, micro-batch and recomputation that may fit. Seconds and bytes are lower
-    bounds."""
+    """Candidates of one block, micro-batch and recomputation that may fit, as arrays, with lower bounds."""
 
     space: Space
     setting: Setting

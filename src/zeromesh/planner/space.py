@@ -76,8 +76,7 @@ class Cuts:
 
 
 def cuts_of(level: str, size: int, *, splits: Splits) -> Cuts:
-    """The cuts of one level: with splits `none` it has one stage, with `once` at most two parts, with `all` any number
-    of parts."""
+    """The cuts of one level: with splits `none` it has one stage, with `once` two parts at most, with `all` any."""
     most = {"none": 1, "once": 2, "all": len(STAGES)}[splits]
     rows = [
         _row(chosen, sizes)
@@ -108,8 +107,7 @@ def _factorisations(size: int, count: int) -> Iterator[tuple[int, ...]]:
 
 @cache  # a level has thousands of factorisations, and few patterns of equal factors
 def _assignments(alike: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Choices of distinct stages for factors. Factors with one number in `alike` are equal, so only one order
-    counts."""
+    """Choices of distinct stages for factors. Of factors with one number in `alike`, which are equal, one order."""
     pairs = [(i, j) for i, j in combinations(range(len(alike)), 2) if alike[i] == alike[j]]
     return tuple(c for c in permutations(range(len(STAGES)), len(alike)) if all(c[i] <= c[j] for i, j in pairs))
 
@@ -240,8 +238,7 @@ class Space:
         return two, deferred | deferred_kept, first_kept.astype(np.int16), last_dropped.astype(np.int16)
 
     def strategy(self, cut_indices: Sequence[int], wires: Sequence[str] | None = None) -> Strategy:
-        """The layout with the given cut on each level, innermost first; wires by level, as after `@`, "" for the
-        default."""
+        """The layout with the given cut on each level, innermost first; wires as after `@`, "" for the default."""
         terms: list[str] = []
         for level, (cuts, index) in enumerate(zip(self.cuts, cut_indices, strict=True)):
             wire = wires[level] if wires else ""

@@ -1,5 +1,4 @@
-"""Computes when a step's kernels would run on a device: streams with virtual clocks, and a host that runs ahead of
-them.
+"""When a step's kernels would run on a device: streams with virtual clocks, and a host that runs ahead of them.
 
 [Note: Clocks of streams] The host issues one item after another. A kernel or collective starts when the host has issued
 it and its stream has done everything before it. A stream that waits for an event goes on when the event's stream has

@@ -34,8 +34,7 @@ _OPERATIONS: tuple[Operation, ...] = ("all_gather", "reduce_scatter", "all_reduc
 
 @dataclass(slots=True, kw_only=True)
 class Watch:
-    """The device calls it with every kernel, collective and order, in the host's order. Without hardware they take no
-    time."""
+    """Gets kernels, collectives and orders from the device, in the host's order. Without hardware they take no time."""
 
     places: Places
     hardware: Hardware | None

@@ -1,5 +1,4 @@
-"""Reports on a training run for people and programs: metrics.jsonl, a page of curves and memory, and lines on the
-terminal."""
+"""Reports on a training run: metrics.jsonl, a page of curves and memory, and lines on the terminal."""
 
 from __future__ import annotations
 

@@ -55,8 +55,7 @@ def as_value(kind: type[T], found: Any) -> T:
 
 
 def missing() -> str | None:
-    """Returns a sentence on missing requirements for building the device; None if nothing is missing, or it is built
-    already."""
+    """Returns a sentence on missing requirements for building the device; None if none is, or it is built."""
     if (_directory() / DONE).exists():
         return None
     needed = (("a C++ compiler (g++ or clang++)", _compiler()), ("ninja", _ninja()))

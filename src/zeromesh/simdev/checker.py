@@ -10,8 +10,7 @@ from zeromesh.simdev.build import as_value, native
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """An access without an order after an earlier access to the same bytes on another stream, if one of the two
-    writes."""
+    """An access without an order after an earlier one to the same bytes on another stream, if one of them writes."""
 
     operation: str
     where: str  # file and line of the caller outside torch

@@ -1,5 +1,4 @@
-"""`torch.simdev`, the counterpart of torch.cuda: functions that torch's device-generic code expects from a device's
-module."""
+"""`torch.simdev`, the counterpart of torch.cuda: functions that torch's generic code expects of a device's module."""
 
 from __future__ import annotations
 

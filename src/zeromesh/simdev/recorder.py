@@ -49,8 +49,7 @@ Entry = Kernel | Collective | Order
 
 
 class Recorder:
-    """Calls `listener` with every entry while the context is open, in the thread that issues it. Only one can be
-    open."""
+    """Calls `listener` with every entry while the context is open, in the issuing thread. Only one can be open."""
 
     _listening = False
 

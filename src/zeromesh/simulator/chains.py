@@ -162,8 +162,7 @@ class Chains:
         return replace(whole, seconds=whole.seconds + waits) if waits else whole
 
     def _with_copies(self, cost: CollectiveCost, numel: int, wire: str) -> CollectiveCost:
-        """Adds the time of copies. Their load on the computation is in its rates, which were fitted with such copies
-        running."""
+        """Adds the time of copies. Their load on the computation is in its rates, fitted with such copies running."""
         if not self.mechanics.copies:
             return cost
         moved = 2 * self.mechanics.copies * wire_bytes(numel, wire)

@@ -122,8 +122,7 @@ def held_bytes(part: Part, parallel: Parallel, work: FixedWorkload, micro_batche
 def _works(
     collectives: Sequence[CollectiveSpec], division: Division, transfers: TransferModel, workload: FixedWorkload
 ) -> Iterator[Work]:
-    """Yields one work for each axis. Only computation lies between an axis's collectives, and its order does not
-    matter."""
+    """Yields one work for each axis. Between an axis's collectives lies computation alone, in any order."""
     by_axis: dict[str, list[CollectiveCost]] = {}
     for one in collectives:
         numel = round(one.elements * workload.micro_batch_tokens)

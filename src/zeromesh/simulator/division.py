@@ -52,8 +52,7 @@ class Division:
 
     @classmethod
     def of(cls, model: ModelSpec, cluster: Cluster, parallel: Parallel, *, seq_len: int) -> Division:
-        """Divides both. Raises InputError if a degree does not divide its dimension, or the model's shape is not
-        known."""
+        """Divides both. Raises InputError if a degree does not divide its dimension, or the shape is not known."""
         if not parallel.cuts:
             part = Part(rank=0, count=1, model=model)
             return cls(parallel=parallel, whole=model, parts=(part,), cluster=cluster, groups=())

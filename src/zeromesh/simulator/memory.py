@@ -34,8 +34,7 @@ class MemoryBytes:
 
 
 def optimizer_bytes(schedule: Schedule, *, on_host: bool = False) -> float:
-    """Bytes of the master copy, if it is not the compute copy, and of two moments of its size, on one device or its
-    host."""
+    """Bytes of the master copy, if it is not the compute copy, and of two moments, on one device or its host."""
     states = 0.0
     for placed in (placed for unit in schedule.placed for placed in unit):
         dtype = placed.buffer.master_dtype

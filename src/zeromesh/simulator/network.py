@@ -133,8 +133,7 @@ class Network:
             self._advance(running, step)
 
     def signature(self, name: Callable[[int], object]) -> list[InLane]:
-        """Returns the traffic in flight relative to now, with units named by `name`. Equal signatures have equal
-        futures."""
+        """Returns the traffic in flight relative to now, units named by `name`. Equal signatures have equal futures."""
         queues = [*sorted(self.lanes.items()), ("launched", self.launched)]
         return [(lane, [_progress(job, name) for job in queue]) for lane, queue in queues if queue]
 

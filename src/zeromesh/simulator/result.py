@@ -57,8 +57,7 @@ class OwnersShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """One simulated step. With a pipeline, step and traffic are the slowest rank's, and memory is the fullest
-    rank's."""
+    """One simulated step. With a pipeline, step and traffic are the slowest rank's, memory the fullest rank's."""
 
     strategy: str  # in normal form
     engine: str

@@ -258,8 +258,7 @@ class Setup:
         return [known[id(spec), later] for spec, later in pairs]
 
     def collecting(self) -> list[tuple[float, float]]:
-        """Returns, by part, the seconds for collecting gradients from autograd: in the first micro-batch, and in later
-        ones."""
+        """Returns, by part, the seconds of collecting gradients from autograd: first micro-batch, and later ones."""
         if not self.mechanics.collects:
             return [(0.0, 0.0)] * len(self.parts())
         kinds = {tuple(map(id, placed)): placed for placed in self.schedule.placed}  # equal units share a key
@@ -313,8 +312,7 @@ class Setup:
         return steps
 
     def _sliced(self, *, on_host: bool) -> list[float]:
-        """Returns, by unit, the trained elements of a rank's state shards that are stepped on in one place, without
-        padding."""
+        """Returns, by unit, trained elements of a rank's state shards stepped on in one place, without padding."""
         return [
             sum(
                 each.buffer.numel / each.layout.degree(each.layout.significant)

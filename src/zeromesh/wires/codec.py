@@ -35,8 +35,7 @@ class TorchCodec(Codec):
 
     @abstractmethod
     def encode(self, values: Tensor, message: Tensor, *, restore: bool) -> None:
-        """Writes fp32 `values`, whole granules, to `message`. Overwrites them; with `restore`, by the message's
-        values."""
+        """Writes fp32 `values`, whole granules, to `message`. Overwrites them; with `restore`, by the message's."""
 
     @abstractmethod
     def decode(self, message: Tensor, values: Tensor) -> None:

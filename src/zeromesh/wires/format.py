@@ -38,8 +38,7 @@ class Codec(ABC):
 
     @abstractmethod
     def dequantise_each(self, messages: Sequence[Tensor], targets: Sequence[Tensor], *, skipped: int = -1) -> None:
-        """Writes every message's values, except the skipped one's, to its target, rounded once to the target's
-        dtype."""
+        """Writes each message's values, but the skipped one's, to its target, rounded once to the target's dtype."""
 
     def quantise(self, source: Tensor, message: Tensor, residual: Tensor | None = None) -> None:
         """Does `quantise_each` for one source."""
@@ -133,8 +132,7 @@ class WireFormat(ABC):
         return False
 
     def unbiased(self) -> WireFormat:
-        """Returns a format with the same messages and errors of mean zero, for sums over many steps; itself if it has
-        none."""
+        """Returns a format with the same messages and errors of mean zero, for long sums; itself if it has none."""
         return self
 
     def error_bound(self, codings: int) -> float:

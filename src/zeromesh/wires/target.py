@@ -18,8 +18,7 @@ class Target:
     accumulate: bool  # whether to add to the values in `out`
 
     def add_up(self, terms: Sequence[Tensor], part: slice, total: Tensor, widened: Tensor) -> None:
-        """Sums two or more `terms` in order into `out[part]`. All are equally long; one of them may be `out[part]`
-        itself.
+        """Sums two or more `terms` in order into `out[part]`. All are equally long; one may be `out[part]` itself.
 
         `total` is memory in the wide dtype for the sum, at least as long; `widened` is the same for one term.
         """

@@ -52,8 +52,7 @@ def _inverse_and_scale(largest, has_nan, LARGEST: tl.constexpr, SMALLEST_: tl.co
 
 @triton.jit
 def _round(values, noise, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Rounds to integers within +-LARGEST, plus MAGIC. With STOCHASTIC, `noise` must be uniform in [1, 2); else to
-    nearest."""
+    """Rounds to integers within +-LARGEST, plus MAGIC: to nearest, or STOCHASTIC with uniform `noise` in [1, 2)."""
     if STOCHASTIC:
         rounded = (values - 1.5) + noise + MAGIC  # below 128 no bit of the noise is lost
         return tl.minimum(tl.maximum(rounded, MAGIC - LARGEST), MAGIC + LARGEST)
