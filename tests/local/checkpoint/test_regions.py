@@ -19,18 +19,19 @@ SHAPE = (3, 4, 2)
 
 @st.composite
 def pieces(draw: Any) -> Piece:
-    """A slice of any box of a tensor whose elements are their own places."""
-    offsets = tuple(draw(st.integers(0, size)) for size in SHAPE)
-    sizes = tuple(draw(st.integers(0, size - offset)) for size, offset in zip(SHAPE, offsets, strict=True))
-    region = Region(shape=SHAPE, offsets=offsets, sizes=sizes)
-    if draw(st.booleans()):  # some of each of two parts of the second dimension
-        first = draw(st.integers(0, 2))
-        size = draw(st.integers(0, 2 - first))
-        region = Region(
-            shape=SHAPE, offsets=(offsets[0], first, offsets[2]), sizes=(sizes[0], 2 * size, sizes[2]), fold=(1, 2)
-        )
-    stop = draw(st.integers(0, region.numel))
-    start = draw(st.integers(0, stop))
+    """A slice of any box of a tensor whose elements are their own places. One in nine has none."""
+
+    def cut(size: int) -> tuple[int, int]:
+        ends = st.tuples(st.integers(0, size), st.integers(0, size))
+        start, stop = sorted(draw(ends.filter(lambda ends: ends[0] != ends[1])))
+        return start, stop
+
+    fold = draw(st.sampled_from([1, 2]))  # 2: some of each of two parts of the second dimension
+    cuts = [cut(size) for size in (SHAPE[0], SHAPE[1] // fold, SHAPE[2])]
+    sizes = [stop - start for start, stop in cuts]
+    sizes[1] *= fold
+    region = Region(shape=SHAPE, offsets=tuple(start for start, _ in cuts), sizes=tuple(sizes), fold=(1, fold))
+    start, stop = cut(region.numel) if draw(st.integers(0, 8)) else (1, 1)
     local = whole()[region.index].reshape(-1)[start:stop].clone()
     return Piece(name="w", shape=SHAPE, start=start, local=local, within=region)
 
