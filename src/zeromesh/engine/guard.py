@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as untransformed
 
 from zeromesh.comm.lane import Ticket
 from zeromesh.engine.backend import DeviceBackend, written
@@ -84,7 +85,8 @@ class SlotGuard:
         return self._backend.units[unit].name or "(root)"
 
     def _fingerprint(self, unit: int) -> int:
-        return fingerprint([buffer.full for buffer in self._backend.units[unit].buffers])
+        with untransformed():  # `torch.func` gives no bytes
+            return fingerprint([buffer.full for buffer in self._backend.units[unit].buffers])
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> int:

@@ -741,6 +741,15 @@ def test_a_forward_under_vmap():
     trains_as_plain(base, "node=3", "node=0", loss_of=loss_of, options={"units": [Unit]})
 
 
+@pytest.mark.parametrize("options", [{}, {"debug": True}])
+@on_ranks(2)
+def test_a_forward_under_torch_func(options):
+    """Without lanes' threads, what gathers parameters runs there too."""
+    model = sharded(chain(), "node=3;overlap=none", **options)
+    close(torch.func.vjp(model, inputs())[0], chain()(inputs()), "torch.func.vjp")
+    backward(model)
+
+
 @on_ranks(2)
 def test_recurrent_layers():
     torch.manual_seed(0)
