@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
@@ -164,7 +165,7 @@ class Engine:
         # In a recomputation too: reentrant checkpointing runs a backward of its own there, and a segment longer than
         # the slots then has to gather its first units again. (Otherwise these hooks are never reached.)
         traced = torch.is_grad_enabled() and outputs is not None
-        tensors = [t for t in map(_without_batch, outputs or ()) if t.requires_grad] if traced else []
+        tensors = [each for t in outputs or () for each in _announcing(t)] if traced else []
         hidden = traced and not outputs and self.schedule.units[unit].trainable
         untraced = outputs is not None and not traced and _in_function()
         call = self.interpreter.post_forward(unit, backward=bool(tensors), hidden=hidden, untraced=untraced)
@@ -275,6 +276,8 @@ class Engine:
                 f"a backward with create_graph=True through unit {self.backend.units[unit].name or '(root)'!r}: second "
                 f"derivatives need gathered parameters, so stages 0, 1 and 2 only, of the host too, and no torch.func"
             )
+        if torch.is_grad_enabled() and unit not in self._watched:
+            self._watch_leaves(unit)  # a loss of derivatives alone may not depend on any output
         self._enter_backward()
         self.interpreter.pre_backward(call)
         if self._halves is None:
@@ -550,8 +553,14 @@ def _in_function() -> bool:
     return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-def _without_batch(tensor: Tensor) -> Tensor:
-    """The tensor that autograd knows: `torch.vmap` wraps it in one for which no gradient is required."""
-    while torch._C._functorch.is_batchedtensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
+def _announcing(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors whose gradients announce a backward through `tensor`: itself, its tangent, and what `torch.func` has
+    wrapped in it. A wrapper of `torch.vmap` itself requires no gradient."""
+    if tensor.requires_grad:
+        yield tensor
+    if forward_ad._current_level >= 0:
+        tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]  # torch leaves it so
+        if tangent is not None:
+            yield from _announcing(tangent)
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        yield from _announcing(torch._C._functorch.get_unwrapped(tensor))

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed._composable import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -748,6 +750,36 @@ def test_a_forward_under_torch_func(options):
     model = sharded(chain(), "node=3;overlap=none", **options)
     close(torch.func.vjp(model, inputs())[0], chain()(inputs()), "torch.func.vjp")
     backward(model)
+
+
+@on_ranks(2)
+def test_losses_of_directional_derivatives():
+    torch.manual_seed(0)
+    base = nn.Sequential(*units(4, lambda self, x: x + torch.tanh(self.lin(x)))).double()
+
+    def of_tangents(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent.square().mean()
+
+    def wrapped(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.vjp(model, x)[0].square().mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what it loads for tangents
+        for loss_of in (of_tangents, wrapped):
+            trains_as_plain(base, "node=3", "node=0", loss_of=loss_of, options={"units": [Unit]})
+
+
+@on_ranks(2)
+def test_a_loss_of_derivatives_alone():
+    """Its backward reaches parameters, but no output."""
+    torch.manual_seed(0)
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].square().mean()
+
+    trains_as_plain(nn.Linear(WIDTH, WIDTH, bias=False).double(), "node=1", "node=0", loss_of=loss_of)
 
 
 @on_ranks(2)
