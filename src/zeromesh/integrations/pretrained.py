@@ -133,6 +133,7 @@ def _save_adapters(
     if state_dict is None:
         kinds = {name: DTYPES[buffer.spec.param_dtype] for name, buffer, _ in places_of(model)}
         whole = full_state_dict(model, names=_asked_for(model, options))
+        is_main_process &= bool(whole)  # others have nothing to write
         state_dict = {
             name: value.to(written_dtype(dtype, kinds.get(name, value.dtype)))
             for name, value in whole.items()
