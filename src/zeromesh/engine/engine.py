@@ -554,8 +554,8 @@ def _in_function() -> bool:
 
 
 def _announcing(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors whose gradients announce a backward through `tensor`: itself, its tangent, and what `torch.func` has
-    wrapped in it. A wrapper of `torch.vmap` itself requires no gradient."""
+    """The tensors whose gradients announce a backward through `tensor`: itself, its tangent, and one that `torch.func`
+    has wrapped. A wrapper of `torch.vmap` itself requires no gradient."""
     if tensor.requires_grad:
         yield tensor
     if forward_ad._current_level >= 0:

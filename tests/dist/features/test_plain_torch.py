@@ -746,7 +746,7 @@ def test_a_forward_under_vmap():
 @pytest.mark.parametrize("options", [{}, {"debug": True}])
 @on_ranks(2)
 def test_a_forward_under_torch_func(options):
-    """Without lanes' threads, what gathers parameters runs there too."""
+    """Without lanes' threads, parameters are gathered there too."""
     model = sharded(chain(), "node=3;overlap=none", **options)
     close(torch.func.vjp(model, inputs())[0], chain()(inputs()), "torch.func.vjp")
     backward(model)
@@ -765,7 +765,7 @@ def test_losses_of_directional_derivatives():
         return torch.func.vjp(model, x)[0].square().mean()
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what it loads for tangents
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, where it loads its rules for tangents
         for loss_of in (of_tangents, wrapped):
             trains_as_plain(base, "node=3", "node=0", loss_of=loss_of, options={"units": [Unit]})
 
