@@ -554,13 +554,19 @@ def _in_function() -> bool:
 
 
 def _announcing(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors whose gradients announce a backward through `tensor`: itself, its tangent, and one that `torch.func`
-    has wrapped. A wrapper of `torch.vmap` itself requires no gradient."""
-    if tensor.requires_grad:
+    """The tensors whose gradients announce a backward through `tensor`: itself, those that `torch.func` wraps in
+    it, and tangents. A wrapper of `torch.vmap` itself requires no gradient."""
+    for layer in _layers(tensor):
+        if layer.requires_grad:
+            yield layer
+        if forward_ad._current_level >= 0 and not torch._C._functorch.is_batchedtensor(layer):
+            tangent = forward_ad.unpack_dual(layer).tangent  # type: ignore[no-untyped-call]  # torch leaves it so
+            yield from (each for each in _layers(tangent) if each.requires_grad)
+
+
+def _layers(tensor: Tensor | None) -> Iterator[Tensor]:
+    """A tensor, and those that `torch.func` wraps in it."""
+    while tensor is not None:
         yield tensor
-    if forward_ad._current_level >= 0:
-        tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]  # torch leaves it so
-        if tangent is not None:
-            yield from _announcing(tangent)
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        yield from _announcing(torch._C._functorch.get_unwrapped(tensor))
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        tensor = torch._C._functorch.get_unwrapped(tensor) if wrapped else None

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -767,7 +768,9 @@ def test_losses_of_directional_derivatives():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, where it loads its rules for tangents
         for loss_of in (of_tangents, wrapped):
-            trains_as_plain(base, "node=3", "node=0", loss_of=loss_of, options={"units": [Unit]})
+            pair, _ = trains_as_plain(base, "node=3", "node=0", loss_of=loss_of, options={"units": [Unit]})
+        forward = partial(torch.autograd.functional.jacobian, vectorize=True, strategy="forward-mode")
+        close(forward(pair.model, inputs()), forward(pair.plain, inputs()), "jacobian")  # tangents are of torch.vmap
 
 
 @on_ranks(2)
