@@ -91,14 +91,9 @@ def _save_pretrained(
 ) -> None:
     """Replaces transformers' `save_pretrained`: all ranks call it, and each writes its slices."""
     if state_dict is not None:  # whole tensors that the caller has gathered
-        type(model).save_pretrained(
-            model,
-            save_directory,
-            is_main_process=is_main_process,
-            state_dict=state_dict,
-            save_original_format=save_original_format,
-            **options,
-        )
+        if state_dict:  # else this rank has nothing to write; transformers would write an empty file
+            options |= {"is_main_process": is_main_process, "save_original_format": save_original_format}
+            type(model).save_pretrained(model, save_directory, state_dict=state_dict, **options)
         return
     if options:
         raise InputError(
@@ -133,13 +128,12 @@ def _save_adapters(
     if state_dict is None:
         kinds = {name: DTYPES[buffer.spec.param_dtype] for name, buffer, _ in places_of(model)}
         whole = full_state_dict(model, names=_asked_for(model, options))
-        is_main_process &= bool(whole)  # others have nothing to write
         state_dict = {
             name: value.to(written_dtype(dtype, kinds.get(name, value.dtype)))
             for name, value in whole.items()
             if isinstance(value, torch.Tensor)
         }
-    if is_main_process:
+    if is_main_process and state_dict:  # else this rank has nothing to write
         with shown_as(model, state_dict):
             type(model).save_pretrained(model, save_directory, state_dict=state_dict, **options)
 

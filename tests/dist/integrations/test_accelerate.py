@@ -180,8 +180,11 @@ def test_metrics_and_models_are_written(tmp_path):
         assert torch.cat([loop.accelerator.gather_for_metrics(batch) for batch in odd]).tolist() == list(range(11))
         loop.accelerator.save_model(loop.model, tmp_path / "model")
         loop.model.save_pretrained(tmp_path / "pretrained", is_main_process=loop.accelerator.is_main_process)
+        # By all ranks, of which the first has the tensors.
+        loop.model.save_pretrained(tmp_path / f"given{dist.get_rank()}", state_dict=zm.full_state_dict(loop.model))
         dist.barrier()
-    for which in ("model", "pretrained"):
+    assert not (tmp_path / "given1").exists()
+    for which in ("model", "pretrained", "given0"):
         loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path / which)
         for name, value in build("tied").state_dict().items():
             assert torch.equal(loaded.state_dict()[name], value)

@@ -391,6 +391,7 @@ def test_adapters_that_are_computed_or_buffered_are_saved(tmp_path):
             model = stepped(kind, slice(2 * rank, 2 * rank + 2), how)
             said = goes_on(model)
             model.save_pretrained(tmp_path / f"ours{rank}")  # of the first rank, which has the tensors
+            model.save_pretrained(tmp_path / f"given{rank}", state_dict=zm.full_state_dict(model))
             if rank == 0:
                 plain = stepped(kind, slice(4), None)
                 assert torch.equal(said, goes_on(plain))
@@ -403,7 +404,7 @@ def test_adapters_that_are_computed_or_buffered_are_saved(tmp_path):
     with pytest.raises(ModelError, match="merge_and_unload needs whole weights, and each rank holds slices: save the"):
         model.merge_and_unload()
     dist.barrier()
-    assert not (tmp_path / "ours1").exists()
+    assert not (tmp_path / "ours1").exists() and not (tmp_path / "given1").exists()
 
 
 def test_refuses(pool: Pool, tmp_path):
